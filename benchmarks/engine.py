@@ -15,7 +15,7 @@ The parts:
     prompt    host and device time of a step with a whole prompt, for new shapes and for known ones
     mixed     a step with a prompt's chunk and single tokens together, and with each of them alone
     prefix    time to the first token with nine tenths of the prompt in the prefix cache, and without
-    groups    sampled answers of shared prompts: tokens per second with cascade_attention and without
+    groups    sampled answers of shared prompts: tokens per second with groups and without, in turns
     sampled   us of the choice of tokens and ms of a step, greedy and with each parameter of sampling
     guesses   speculative decoding: ms per step, and tokens per second on a text that repeats itself
     requests  new tokens per second for 1,000 requests of ShareGPT-like lengths
@@ -27,9 +27,11 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -56,8 +59,11 @@ from benchmarks.suite.engine_bench import (
 from benchmarks.suite.engine_peers import Flashtile
 from benchmarks.suite.model_bench import SMALL_MODEL
 from flashtile import SamplingParams
+from flashtile.engine import groups as prefix_groups
+from flashtile.engine.groups import Cascades
 from flashtile.engine.request import Sequence
 from flashtile.engine.runner import InFlight, Runner
+from flashtile.engine.scheduler import Entry
 from flashtile.hardware import machine
 
 READ = 4.47e12
@@ -287,37 +293,80 @@ def prefix(bench: Bench) -> Rows:
 
 
 def groups(bench: Bench) -> Rows:
-    """Time sampled answers of shared prompts, with ``cascade_attention`` and without.
+    """Time steps of sampled answers of shared prompts with groups and without, in turns.
 
-    In the last shape, all prompts also begin with a common system prompt, which the prefix cache finds.
+    ``saved`` is the number of tokens that groups save a step from reading, and ``gain`` the time without
+    groups by the time with them. Groups are formed however little they save, so the rows tell what
+    ``MIN_SAVED_BYTES`` must be: the bytes in a layer of the least ``saved`` whose ``gain`` is above 1. All
+    prompts begin with ``common`` tokens, which the prefix cache finds. With ``chunk``, each step also
+    computes a prompt of so many tokens. ``host_us`` is the time in which the scheduler looks for groups. In
+    the second shape nothing is shared.
     """
-    new, rows = 256, []
-    shapes = [(32, 8, 1024, 0), (8, 16, 4096, 0), (256, 1, 1024, 0), (32, 8, 1024, 512)]
+    shapes = [
+        # (prompts, answers, tokens, common, chunk)
+        (32, 8, 1024, 0, 0), (256, 1, 1024, 0, 0), (8, 16, 4096, 0, 0), (31, 8, 1024, 0, 512),
+        (31, 8, 320, 0, 512), (32, 8, 64, 0, 0), (32, 8, 128, 0, 0), (32, 8, 256, 0, 0), (1, 8, 256, 0, 0),
+        (1, 8, 1024, 0, 0), (1, 8, 4096, 0, 0), (32, 8, 1024, 512, 0), (8, 8, 256, 0, 0), (128, 2, 256, 0, 0),
+    ]  # fmt: skip
+    steps, rounds = 24, 6
     if bench.options.model == SMALL_MODEL:
-        new, shapes = 8, [(2, 3, 40, 0), (2, 3, 40, 32)]
-    for cascade in (False, True):
-        llm = bench.engine(cascade_attention=cascade).llm
-        for prompts, answers, length, common in shapes:
-            llm.engine.scheduler.prefix_caching = common > 0
-            (system,) = bench.prompts(1, common, 700)
-            given = [[*system, *own] for own in bench.prompts(prompts, length - common, 701)]
-            params = [
-                SamplingParams(n=answers, temperature=1.0, seed=i, max_tokens=new, ignore_eos=True)
-                for i in range(prompts)
-            ]
-            llm.generate(given, params)  # captures graphs
-            before, begun = llm.get_metrics(), time.perf_counter()
-            llm.generate(given, params)
-            seconds, after = time.perf_counter() - begun, llm.get_metrics()
-            reads = after.kv_reads - before.kv_reads
-            saved = after.kv_reads_saved - before.kv_reads_saved
-            rows.append(
-                {"cascade": cascade, "prompts": prompts, "answers": answers, "tokens": length,
-                 "common": common, "tokens_per_second": prompts * answers * new / seconds,
-                 "share_not_read": saved / max(1, reads)}
-            )  # fmt: skip
-        llm.engine.scheduler.prefix_caching = False
-        del llm  # frees its memory for the next engine
+        steps, rounds, shapes = 2, 2, [(2, 3, 40, 0, 0), (6, 1, 20, 0, 0), (2, 2, 40, 32, 80)]
+    llm = bench.engine(cascade_attention=True).llm
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    finder, layers = scheduler.groups, len(llm.model_config.windows)
+    assert finder is not None
+    names, host, rows = (f"chunk{i}" for i in itertools.count()), list[float](), list[dict[str, Any]]()
+
+    def find(entries: list[Entry]) -> tuple[list[Entry], Cascades]:
+        begun = time.perf_counter()
+        found = finder(entries)
+        host.append(time.perf_counter() - begun)
+        return found
+
+    def step_seconds(way: Any, chunk: list[int]) -> float:
+        scheduler.groups = way
+        for i in range(-3, steps):  # the first steps capture graphs
+            if i == 0:
+                bench.synchronize()
+                begun = time.perf_counter()
+            if chunk:
+                engine.add_request(next(names), chunk, greedy(1))
+            engine.step()
+        bench.synchronize()
+        return (time.perf_counter() - begun) / steps
+
+    for prompts, answers, length, common, chunk in shapes:
+        scheduler.groups, scheduler.prefix_caching = None, common > 0
+        (system,) = bench.prompts(1, common, 700)
+        if common:
+            llm.generate([system], greedy(1))
+        for i, own in enumerate(bench.prompts(prompts, length - common, 701)):
+            params = SamplingParams(n=answers, seed=i, max_tokens=4000, ignore_eos=True)
+            engine.add_request(f"g{i}", [*system, *own], params)
+        while any(sequence.wanted > 1 for sequence in scheduler.running) or scheduler.waiting:
+            engine.step()
+        (given,) = bench.prompts(1, chunk, 699)
+        read, before = finder.num_read, finder.num_saved
+        times: dict[bool, list[float]] = {False: [], True: []}
+        host.clear()
+        with mock.patch.object(prefix_groups, "MIN_SAVED_BYTES", 1):
+            for turn in range(rounds):
+                for grouped in (turn % 2 > 0, turn % 2 == 0):
+                    times[grouped].append(step_seconds(find if grouped else None, given))
+        gains = sorted(without / used for without, used in zip(times[False], times[True], strict=True))
+        saved = finder.num_saved - before
+        rows.append(
+            {"prompts": prompts, "answers": answers, "tokens": length, "common": common, "chunk": chunk,
+             "saved": saved / len(host) / layers, "share_not_read": saved / (finder.num_read - read),
+             "host_us": statistics.median(host) * 1e6,
+             **{f"tokens_per_second_{name}": prompts * answers / statistics.median(times[grouped])
+                for name, grouped in (("without", False), ("with", True))},
+             "gain": statistics.median(gains), "least_gain": gains[0], "largest_gain": gains[-1]}
+        )  # fmt: skip
+        engine.abort(list(engine.requests))
+        while engine.has_unfinished:
+            engine.step()
+    scheduler.groups, scheduler.prefix_caching = finder, False
     return rows
 
 

@@ -34,6 +34,8 @@ HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 DECODED = 262144
 LONG = 2e14
 """FLOPs of both passes above which a call takes one GPU more than about 0.3 s; it then has fewer steps."""
+SPIN = 5_000_000
+"""Cycles for which a GPU waits with ``--ahead``: about 2.7 ms. The host takes 2.2 to 3.4 for both passes."""
 SHOWN = ("ms", "tflops", "of_linear", "extra_bytes", "model_ms", "model_extra_bytes")
 
 
@@ -52,6 +54,10 @@ def main(
         str, typer.Option(help="Parts to run: causal, window, decoding.")
     ] = "causal,window,decoding",
     window: Annotated[int, typer.Option(help="Window of the call at half of the longest length.")] = 4096,
+    ahead: Annotated[
+        bool,
+        typer.Option(help="Launch each step while the GPUs wait, as in training."),
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every row here.")] = None,
 ) -> None:
@@ -67,7 +73,7 @@ def main(
         calls.append((max(lengths) // 2, min(window, max(lengths) // 4)))
     rows: list[dict[str, Any]] = []
     for seqlen, width in sorted(calls):  # the longest last: they may run out of memory or time
-        for row in measured(seqlen, width, steps, long_steps, seqlen in with_peers, where):
+        for row in measured(seqlen, width, steps, long_steps, seqlen in with_peers, where, ahead):
             report(row, rows, json_file, where)
     if "decoding" in parts:
         for row in decoding(DECODED if where.type == "cuda" else 1024, steps, where):
@@ -99,7 +105,13 @@ def write(rows: list[dict[str, Any]], json_file: Path | None, where: torch.devic
 
 
 def measured(
-    seqlen: int, window: int, steps: int, long_steps: int, peers: bool, where: torch.device
+    seqlen: int,
+    window: int,
+    steps: int,
+    long_steps: int,
+    peers: bool,
+    where: torch.device,
+    ahead: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each contestant at one sequence length; ``window`` -1 means no window."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -131,7 +143,7 @@ def measured(
             before = torch.cuda.memory_allocated() if where.type == "cuda" else 0
             if where.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            seconds = timed(run, long_steps if flops > LONG else steps, where)
+            seconds = timed(run, long_steps if flops > LONG else steps, where, ahead)
             row |= {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
             if where.type == "cuda":
                 row["extra_bytes"] = torch.cuda.max_memory_allocated() - before
@@ -142,8 +154,11 @@ def measured(
         yield row
 
 
-def timed(run: Callable[[], Any], steps: int, where: torch.device) -> float:
-    """Return the median time of a step in seconds, on the rank where it is the longest."""
+def timed(run: Callable[[], Any], steps: int, where: torch.device, ahead: bool = False) -> float:
+    """Return the median time of a step in seconds, on the rank where it is the longest.
+
+    With ``ahead``, a GPU spins for some milliseconds before the step, while the host launches it.
+    """
     for _ in range(min(3, steps)):
         run()
     times = []
@@ -151,6 +166,8 @@ def timed(run: Callable[[], Any], steps: int, where: torch.device) -> float:
         dist.barrier()
         if where.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if ahead:
+                torch.cuda._sleep(SPIN)
             start.record()
             run()
             end.record()

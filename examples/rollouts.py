@@ -1,6 +1,6 @@
 """Reinforcement learning of a small language model: the engine draws groups, Transformers computes the loss.
 
-    python examples/rollouts.py                              # half a minute on two cores
+    python examples/rollouts.py                              # ten seconds on two idle cores
     python examples/rollouts.py --steps 20 --device cuda     # on a GPU: bfloat16 and the GPU kernels
 
 Each step is one of GRPO (Shao et al. 2024, arXiv:2402.03300): the engine samples several answers to each

@@ -431,6 +431,10 @@ def medium() -> Iterator[Case]:
         yield from cross(bases, some(mask, "full", "causal", "window", "softcap", "alibi", "everything"))
     tail = replace(ragged, unused_tail=77, slack=300, heads_q=6, heads_kv=2)
     yield from cross({"varlen-tail": tail}, some(mask, "full", "causal", "window", "everything"))
+    # Short sequences whose heads share tiles on Hopper, in a group that is no power of two.
+    documents = replace(ragged, lengths=((40, 40), (1, 1), (9, 30), (0, 5), (23, 23)), heads_q=7)
+    sizes = head_dims(64, 80, 128, 256)
+    yield from cross({"documents": documents}, with_masks(sizes, some(mask, "causal", "everything")))
 
 
 def cells() -> Iterator[Case]:

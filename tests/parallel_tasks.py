@@ -127,10 +127,10 @@ def traffic(
     sent: Counter[int] = Counter()
     events: list[str] = []
 
-    def post(ranks: Any, messages: Any, received: Any, timeout: float) -> Any:
+    def post(ranks: Any, messages: Any, *others: Any) -> Any:
         for peer, buffer in messages:
             sent[peer] += buffer.numel()
-        return plain(ranks, messages, received, timeout)
+        return plain(ranks, messages, *others)
 
     def told(of: Any, name: str, event: str) -> Any:
         function = getattr(of, name)
@@ -565,19 +565,25 @@ def pictures_example(group: Any) -> tuple[float, float]:
     return script.compare(model, script.draw(300, 160, 40, torch.device("cpu"), 0), 70, group)
 
 
-def rounding(group: Any) -> dict[str, tuple[float, float]]:
-    """In bfloat16: root-mean-square error of all ranks' out and gradients, and of float64's rounded once."""
+def rounding(group: Any, **mask: Any) -> dict[str, tuple[float, float, float]]:
+    """In bfloat16: root-mean-square error of all ranks' out and gradients, of float64's rounded once, and of
+    one device."""
     torch.manual_seed(4)
     whole = [torch.randn(1, 256, 2, 32).bfloat16() for _ in range(4)]
     leaves = [t.double().requires_grad_() for t in whole[:3]]
-    right = reference.attention(*leaves)[0]
+    right = flashtile.attention(*leaves, **mask)
     expected = [right.detach(), *torch.autograd.grad(right, leaves, whole[3].double())]
-    own = [parallel.shard(t, 1, group).requires_grad_() for t in whole]
-    out = parallel.context_parallel_attention(*own[:3], group=group, method="ring")
+    own = [parallel.shard(t, 1, group, "contiguous").requires_grad_() for t in whole]
+    out = parallel.context_parallel_attention(
+        *own[:3], group=group, method="ring", layout="contiguous", **mask
+    )
     found = [out, *torch.autograd.grad(out, own[:3], own[3])]
+    leaves = [t.requires_grad_() for t in whole[:3]]
+    alone = flashtile.attention(*leaves, **mask)
+    single = [alone.detach(), *torch.autograd.grad(alone, leaves, whole[3])]
     errors = {}
-    for name, part, exact in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        got = parallel.unshard(part.detach(), 1, group)
-        both = (got - exact, exact.bfloat16() - exact)
+    for name, part, exact, one in zip(("out", "dq", "dk", "dv"), found, expected, single, strict=True):
+        got = parallel.unshard(part.detach(), 1, group, layout="contiguous")
+        both = (got - exact, exact.bfloat16() - exact, one - exact)
         errors[name] = tuple(error.square().mean().sqrt().item() for error in both)
     return errors

@@ -29,12 +29,6 @@ from flashtile.operators.decode import APPEND, SharedKeys, attend_shared, decode
 from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
-MIN_SAVED_TOKENS = 8192
-"""With each further level, a step must read this many fewer tokens. A level costs each layer a launch, and a
-partial result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000
-tokens of 8 key heads of size 128 in 16 bits, and a query's partial results in 32 heads are as many bytes as 8
-such tokens."""
-
 
 def flash_attn_with_shared_prefix(
     q: Tensor,
@@ -175,41 +169,33 @@ def cascade_with_kvcache(
     rotary_sin: Tensor | None = None,
     *,
     levels: Sequence[SharedKeys],
-    cache_leftpad: Tensor | None,
-    cache_seqlens: Tensor | None,
-    block_table: Tensor,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    tree_mask: Tensor | None = None,
-    sink: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     rotary_interleaved: bool = False,
-    cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_k_new: int | None = None,
+    **tensors: Tensor | None,
 ) -> Any:
     """Compute :func:`flash_attn_with_kvcache` in ``levels``, for the engine, which has checked everything.
 
     Args:
         levels: the keys that groups of sequences share.
-        cache_leftpad: (batch,) int32, number of each sequence's first keys that are in a level. The window
-            must hide none of them.
+        tensors: the other tensors, by name. ``cache_leftpad`` (batch,) int32 is the number of each sequence's
+            first keys that are in a level, or that a window hides from all its queries.
     """
+    own = CacheTensors(**tensors)
     if k is not None and v is not None:  # all levels need the rotated queries, so no kernel also appends
         rotated = q.new_empty(q.shape)
         appended = AppendTensors(
-            cache_seqlens=cache_seqlens, block_table=block_table, cu_seqlens_k_new=cu_seqlens_k_new,
-            rotary_cos=rotary_cos, rotary_sin=rotary_sin, q=q, cu_seqlens_q=cu_seqlens_q, q_rotated=rotated,
+            cache_seqlens=own.cache_seqlens, block_table=own.block_table, cu_seqlens_q=own.cu_seqlens_q,
+            cu_seqlens_k_new=own.cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin, q=q,
+            q_rotated=rotated,
         )  # fmt: skip
         append = AppendOptions(max_seqlen_k_new, max_seqlen_q, rotary_interleaved, rotate_q_by_token=True)
         APPEND((k_cache, v_cache, k, v), appended, append)
         q = rotated
-    own = CacheTensors(
-        cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad, block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, sink=sink, tree_mask=tree_mask,
-    )  # fmt: skip
     options = DecodeOptions(
         max_seqlen_q=max_seqlen_q, seqlen_new=0 if k is None or k.dim() == 3 else k.shape[1],
         softmax_scale=softmax_scale, masking=as_masking(causal, window_size), softcap=softcap,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashtile.api.attention import attention
 from flashtile.backends.common.device import Target
+from flashtile.hardware.calls import Call, least_bytes, least_flops, visited_scores
 from flashtile.op.operation import describing
-from flashtile.op.selection import Choice, choose, on_target
+from flashtile.op.selection import Choice, choose, load_part, on_target
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.operators.weights import WEIGHTS
+from flashtile.problems.attention import Problem
 from flashtile.problems.common import PREFERENCE
 
 if TYPE_CHECKING:
@@ -67,6 +69,30 @@ class Explanation:
             return str(self.choices[0])
         return "\n\n".join(f"{choice.operation}\n{choice}" for choice in self.choices)
 
+    def floor(self, lengths: Sequence[int]) -> str:
+        """Describe the least that packed sequences of these ``lengths``, which no call tells the host, take.
+
+        A line for each pass has the least bytes, and the FLOPs of the visible scores and of the tiles that
+        the kernel visits. The latter are more: a mask cuts tiles, and sequences end within tiles.
+
+        Raises:
+            ValueError: the call has no packed sequences with so many tokens.
+
+        Examples:
+            >>> q = torch.empty(4096, 32, 128, dtype=torch.bfloat16, device="meta")
+            >>> offsets = torch.empty(3, dtype=torch.int32, device="meta")
+            >>> packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 4000}
+            >>> explanation = flashtile.explain(q, q, q, max_seqlen_k=4000, causal=True, **packed)
+            >>> print(explanation.floor([4000, 96]).splitlines()[0])
+            forward: at least 134.7 MB and 131.2 GFLOPs
+        """
+        problem = self.problem
+        packed = problem.total_q if isinstance(problem, Problem) and problem.varlen else 0
+        if sum(lengths) != packed or not packed:
+            raise ValueError(f"lengths must add up to the call's {packed} packed tokens, got {sum(lengths)}")
+        call = replace(Call.from_problem(problem), lengths=tuple((length, length) for length in lengths))
+        return "\n".join(_floors(call, self.choices))
+
     def __str__(self) -> str:
         kernels = "; ".join(dict.fromkeys(map(_kernel, self.choices)))
         refused = (
@@ -80,6 +106,29 @@ def tile_of(choice: Choice) -> tuple[int, int] | None:
     part = _part(choice)
     queries, keys = getattr(part, "BLOCK_M", None), getattr(part, "BLOCK_N", None)
     return None if queries is None or keys is None else (queries, keys)
+
+
+def _floors(call: Call, choices: tuple[Choice, ...]) -> Iterator[str]:
+    """Yield the lines of :meth:`Explanation.floor`."""
+    for choice in choices:
+        if choice.operation not in (FORWARD.name, BACKWARD.name):
+            continue
+        which, tile = choice.operation, tile_of(choice)
+        least = least_flops(call, which)
+        line = f"{which}: at least {least_bytes(call, which) / 1e6:,.1f} MB and {least / 1e9:,.1f} GFLOPs"
+        if tile is not None:
+            # Heads that share a tile have a power of two of its rows for each token.
+            part, heads = load_part(str(choice.backend), FORWARD), 1
+            if which == FORWARD.name and hasattr(part, "heads_of_tile"):
+                heads = part.heads_of_tile(choice.problem, choice.config)
+            tokens = tile[0] // (1 << (heads - 1).bit_length())
+            visited = visited_scores(call, (tokens, tile[1])) * tile[0] / (tokens * heads)
+            share = call.visible_pairs / max(visited, 1)
+            line += (
+                f"; {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, "
+                f"so the products of whole tiles are {least / share / 1e9:,.1f} GFLOPs"
+            )
+        yield line
 
 
 def _part(choice: Choice) -> Any:

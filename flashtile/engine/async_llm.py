@@ -6,12 +6,12 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from flashtile.engine.core import Engine, Prompt
+from flashtile.engine.core import Engine, NamedTensors, Prompt, scores
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 from flashtile.engine.structured import MAX_SECONDS, late
@@ -148,6 +148,37 @@ class AsyncLLM:
         The request is not aborted if its id now belongs to a stream other than ``stream``.
         """
         self._send(lambda: self._abort(request_id, stream))
+
+    async def score(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> list[float]:
+        """Return the log-probability of each token but the first, as :meth:`flashtile.engine.LLM.score`."""
+        tokens, params = self.engine.score_request(prompt)
+        async for output in self.generate(tokens[:-1], params, request_id, priority=priority):
+            found = scores(tokens, output)  # there is only one output
+        return found
+
+    # update_weights and sleep raise ValueError while requests are unfinished. An abort would lose answers,
+    # and a wait might never end, because other tasks may add requests.
+
+    async def update_weights(self, named_tensors: NamedTensors) -> None:
+        """Replace all weights, as :meth:`flashtile.engine.LLM.update_weights`."""
+        await self.call(lambda engine: engine.update_weights(named_tensors))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory until :meth:`wake_up`, as :meth:`flashtile.engine.LLM.sleep`."""
+        await self.call(lambda engine: engine.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory that :meth:`sleep` freed, as :meth:`flashtile.engine.LLM.wake_up`."""
+        await self.call(lambda engine: engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether memory that :meth:`sleep` freed is not allocated yet."""
+        return await self.call(lambda engine: engine.is_sleeping)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Always returns True. Blocks of unfinished requests enter it again later."""
+        await self.call(Engine.reset_prefix_cache)
+        return True
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
         """Run ``function(engine)`` on the engine's thread, between two steps.

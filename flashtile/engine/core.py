@@ -11,25 +11,33 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
+from flashtile.engine.config import model_folder
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from flashtile.engine.request import NOT_ERRORS, Request, Sequence, State
-from flashtile.engine.runner import NOT_FINITE, InFlight, Runner
+from flashtile.engine.runner import KV_CACHE, LOGPROBS_MODES, NOT_FINITE, WEIGHTS, InFlight, Runner
 from flashtile.engine.sampler import Scores, stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftModel, PromptLookup, accepted_path
 from flashtile.engine.structured import MAX_SECONDS, NOT_CONTINUED, Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
+from flashtile.engine.weights import OWN_HEAD, given_weights, has_own_head, open_weights
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, its tokens, or ``{"prompt": text}`` or ``{"prompt_token_ids": tokens}``."""
-
+NamedTensors = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""A folder with weights, or weights by name (:meth:`flashtile.engine.LLM.update_weights`)."""
 
 logger = logging.getLogger("flashtile.engine")
 
@@ -136,9 +144,10 @@ class Engine:
             raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if self.runner.asleep or not self.runner.has_weights:
-            missing = "wake_up" if self.runner.asleep else "update_weights, after sleep(level=2),"
-            raise ValueError(f"{missing} must be called before requests of an engine that sleeps")
+        if self.is_sleeping:
+            raise ValueError("wake_up must be called before requests of an engine that sleeps")
+        if not self.runner.has_weights:
+            raise ValueError("update_weights must be called before requests of an engine without weights")
         text, tokens = self.tokens_of(prompt)
         room = self.max_model_len - len(tokens)
         if room < 1:
@@ -273,6 +282,70 @@ class Engine:
         self.on_change("reset_prefix_cache", (), {})
         return self.scheduler.manager.reset_prefix_cache()
 
+    def update_weights(self, named_tensors: NamedTensors) -> None:
+        """Replace all weights (:meth:`flashtile.engine.LLM.update_weights`)."""
+        runner, model = self.runner, self.runner.model
+        self._check_no_requests("update_weights")
+        if WEIGHTS in runner.asleep:
+            raise ValueError("wake_up must be called before update_weights of an engine that sleeps")
+        given = model.config, runner.device, model.embedding.dtype, model.ranks
+        if isinstance(named_tensors, (str, Path)):
+            folder = model_folder(named_tensors)
+            weights = open_weights(folder, *given)
+            if has_own_head(folder, model.config, model.embedding.dtype):
+                raise ValueError(OWN_HEAD)
+        else:
+            weights = given_weights(named_tensors, *given)
+        model.check_e4m3(weights)
+        self.on_change("update_weights", (named_tensors,), {})
+        self.scheduler.manager.reset_prefix_cache()
+        runner.has_weights = False  # until all are written
+        model.update(weights)
+        runner.has_weights = True
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until :meth:`wake_up` (:meth:`flashtile.engine.LLM.sleep`)."""
+        level = as_int_within("level", level, 1, 2)
+        self._check_no_requests("sleep")
+        if self.is_sleeping:
+            raise ValueError("wake_up must be called before sleep of an engine that sleeps")
+        self.on_change("sleep", (level,), {})
+        self.scheduler.manager.reset_prefix_cache()
+        self.runner.sleep(keep_weights=level == 1)
+
+    def wake_up(self, tags: Listing[str] | None = None) -> None:
+        """Allocate the memory that :meth:`sleep` freed (:meth:`flashtile.engine.LLM.wake_up`)."""
+        own = WEIGHTS, KV_CACHE
+        chosen = own if tags is None else tags
+        if not isinstance(chosen, (list, tuple)) or not all(is_choice(tag, own) for tag in chosen):
+            raise ValueError(f"tags must be a list of {WEIGHTS!r} and {KV_CACHE!r} or None, got {tags!r:.60}")
+        self.on_change("wake_up", (tags,), {})
+        for tag in chosen:
+            self.runner.wake_up(tag)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory that :meth:`sleep` freed is not allocated yet."""
+        return bool(self.runner.asleep)
+
+    def score_request(self, prompt: Prompt) -> tuple[list[int], SamplingParams]:
+        """Return the tokens to score, and the parameters of a request for all of them but the last.
+
+        The last token is the request's answer, which has no alternative: the prompt may then fill
+        ``max_model_len``. :func:`scores` reads the request's output.
+        """
+        if self.runner.logprobs_mode != LOGPROBS_MODES[0]:
+            got = self.runner.logprobs_mode
+            raise ValueError(f"logprobs_mode must be {LOGPROBS_MODES[0]!r} for score, got {got!r}")
+        _, tokens = self.tokens_of(prompt)
+        if not 2 <= len(tokens) <= self.max_model_len:
+            allowed = f"2 to max_model_len={self.max_model_len}"
+            raise ValueError(f"prompts must have {allowed} tokens for score, got {len(tokens)}")
+        return tokens, SamplingParams(
+            temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False,
+            allowed_token_ids=tokens[-1:], output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+
     def stats(self) -> EngineStats:
         """Return the present statistics."""
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
@@ -283,6 +356,12 @@ class Engine:
             scheduler.prefix_queries, scheduler.prefix_hits,
             *(() if groups is None else (groups.num_read, groups.num_saved)),
         )  # fmt: skip
+
+    def _check_no_requests(self, method: str) -> None:
+        # A step may be in flight, launched before the last token of an answer was read. It is of no more use.
+        if self.requests:
+            count = len(self.requests)
+            raise ValueError(f"{method} must be called without unfinished requests, got {count} of them")
 
     def _check_tokens(self, params: SamplingParams) -> None:
         size = self.config.vocab_size
@@ -552,3 +631,12 @@ class Engine:
             if one.block_sequence is not None and one.state is State.RUNNING
         ]  # fmt: skip
         return len({block for table in tables for block in table}), sum(map(len, tables))
+
+
+def scores(tokens: list[int], output: RequestOutput) -> list[float]:
+    """Return the log-probabilities of all tokens but the first, from the output of a request that scores."""
+    answer = output.outputs[0]
+    if answer.finish_reason in ("abort", "error"):
+        raise RuntimeError(f"score: {answer.stop_reason or 'the request was aborted'}")
+    entries: list[Any] = [*(output.prompt_logprobs or ())[1:], *(answer.logprobs or ())]
+    return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]

@@ -18,20 +18,29 @@ from __future__ import annotations
 import itertools
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashtile.api.cascade import MIN_SAVED_TOKENS
+from flashtile.engine.speculation import MAX_GUESSES
 from flashtile.kv_cache import BlockManager
 
 if TYPE_CHECKING:
     from flashtile.engine.scheduler import Entry
 
 MAX_LEVELS = 2
-MAX_NEW_TOKENS = 64
-"""A step with more new tokens of a sequence is not grouped. Such chunks of prompts are bound by products, not
-by reading, and Hopper's fast kernel for them continues no other softmax. Not measured."""
+MIN_SAVED_BYTES = 2**27
+"""For each level, a layer of a step must read this many fewer bytes. A level costs each layer up to two
+launches, and a partial result for each query: on an H200, 12 us for 8 sequences and 20 us for 256.
+``benchmarks.engine --parts groups`` with llama-3.2-1b in bf16, steps as CUDA graphs, while other programs ran
+on the card: 8 sequences that saved 59 MB took 1.09 times as long as without groups, 64 and 256 that saved 117
+MB 1.02 and 1.01 times, 64 that saved 248 MB 0.93 times, 256 that saved 470 MB 0.74 times. A second level that
+saved 117 MB took 1.02 times as long as one level."""
+MAX_NEW_TOKENS = MAX_GUESSES + 2
+"""Sequences with more new tokens in a step, which have no guesses, are in no group. Such chunks of prompts
+are bound by products, not by reading, and Hopper's fast kernel for them continues no other softmax. They come
+last in the step, and their attention is a call of its own. Not measured."""
 MAX_NESTING = 8
 """Number of nested groups among which levels are chosen, which bounds the time to choose them."""
 MIN_BOUND = 8
@@ -53,13 +62,41 @@ class Cascade:
     """The groups of a step.
 
     Attributes:
-        levels: the groups of each level, in order. Those of level 1 begin with key 0. Each group of level 2
-            is within one of level 1, and its keys follow.
+        levels: the groups of each level, in order. Those of level 1 begin with key 0, or where a window
+            begins. Each group of level 2 is within one of level 1 or in none, and its keys follow.
         saved: number of tokens that are not read because others of their group read them.
     """
 
     levels: tuple[tuple[Group, ...], ...]
     saved: int
+
+    def within(self, window: int, entries: list[Entry], least: int) -> Cascade | None:
+        """Return the groups for layers in which a query sees ``window`` keys before its own; all if negative.
+
+        ``entries`` are those of the step, in order. Returns None if a level would save fewer than ``least``
+        tokens.
+
+        The queries of a group attend together, without a mask, to keys that all of them see. A sequence's own
+        keys are one range, so no other key that one of them sees may lie among the group's. So a group has
+        the keys that its queries see if all see the same of them, as short contexts do, and answers that are
+        at the same position. Otherwise each sequence reads its own.
+        """
+        if window < 0 or sum(max(map(itemgetter(i), entries)) for i in (1, 2)) <= window + 1:
+            return self
+        of_first = [start - window for _, start, *_ in entries]  # the first key that the first new token sees
+        of_last = [seen + entry.num_tokens - 1 for seen, entry in zip(of_first, entries, strict=True)]
+        ends, levels, saved = [0] * len(entries), list[tuple[Group, ...]](), 0
+        for groups in self.levels:
+            found = []
+            for start, stop, _, end in groups:
+                first = max(ends[start], *of_last[start:stop])
+                if first < end and first == max(ends[start], min(of_first[start:stop])):
+                    found.append(Group(start, stop, first, end))
+                    ends[start:stop] = [end] * (stop - start)
+                    saved += (stop - start - 1) * (end - first)
+            if found:
+                levels.append(tuple(found))
+        return Cascade(tuple(levels), saved) if levels and saved >= least * len(levels) else None
 
     def longest(self, width: int, tokens: int) -> tuple[int, ...]:
         """Return a bound of the new tokens of each level's largest group.
@@ -94,6 +131,10 @@ class Cascade:
         return array("i", itertools.chain.from_iterable(rows))
 
 
+Cascades = dict[Cascade, list[int]]
+"""The groups of a step, and the windows of the layers that have them."""
+
+
 def bound_of_group(queries: int, tokens: int) -> int:
     """Return a bound of the new tokens of a group: a power of two, or all ``tokens`` of the step.
 
@@ -124,13 +165,19 @@ class _Node(NamedTuple):
 class PrefixGroups:
     """Finds the groups of each step.
 
+    Args:
+        manager: the blocks of the sequences.
+        windows: for each layer, the number of keys that a query sees before its own; negative for all.
+        token_bytes: bytes of a token's keys and values in a layer.
+
     Attributes:
         num_read: number of tokens that sequences of all steps have read, as if each of them read its own.
+            A token counts once for each layer.
         num_saved: number of these tokens that were not read because others of their group read them.
     """
 
-    def __init__(self, manager: BlockManager):
-        self.manager = manager
+    def __init__(self, manager: BlockManager, windows: tuple[int, ...] = (-1,), token_bytes: int = 1):
+        self.manager, self.windows, self.token_bytes = manager, Counter(windows), token_bytes
         self.num_read = self.num_saved = 0
         self._numbers: list[int | None] = []  # the manager's numbers of the last step's sequences
         self._blocks: dict[int, bytes] = {}  # the first blocks of each of them
@@ -140,20 +187,39 @@ class PrefixGroups:
         self._cascade: Cascade | None = None
         self._order: list[int] = []
 
-    def __call__(self, entries: list[Entry]) -> tuple[list[Entry], Cascade | None]:
-        """Return the entries of a step in the order of their groups, and the groups.
+    def __call__(self, entries: list[Entry]) -> tuple[list[Entry], Cascades]:
+        """Return the entries of a step in the order of their groups, and the groups of layers by window.
 
-        Returns the entries as they are, and None, if groups would save too little. Call it for every step: a
-        sequence that was swapped out may return with other blocks, but not in the same step.
+        Returns the entries as they are, and no groups, if groups would save too little. Call it for every
+        step: a sequence that was swapped out may return with other blocks, but not in the same step.
         """
-        numbers = [entry.sequence.block_sequence for entry in entries]
+        few = entries
+        if max(map(itemgetter(2), entries), default=0) > MAX_NEW_TOKENS:
+            few = [entry for entry in entries if entry.num_tokens <= MAX_NEW_TOKENS]
+        numbers = [entry.sequence.block_sequence for entry in few]
         if numbers != self._numbers or self._growing:
-            self._update(entries, numbers)
-        self.num_read += sum(map(itemgetter(1), entries)) + sum(map(itemgetter(2), entries))
-        if self._cascade is None or max(map(itemgetter(2), entries)) > MAX_NEW_TOKENS:
-            return entries, None
-        self.num_saved += self._cascade.saved
-        return [entries[i] for i in self._order], self._cascade
+            self._update(few, numbers)
+        new, starts = sum(map(itemgetter(2), entries)), list(map(itemgetter(1), entries))
+        for window, layers in self.windows.items():
+            seen = starts if window < 0 else map(min, starts, itertools.repeat(window))
+            self.num_read += layers * (new + sum(seen))
+        if self._cascade is None:
+            return entries, {}
+        found: Cascades = {}
+        ordered = [few[i] for i in self._order]
+        for window, layers in self.windows.items():
+            cascade = self._cascade.within(window, ordered, self.least)
+            if cascade is not None:
+                found.setdefault(cascade, []).append(window)
+                self.num_saved += layers * cascade.saved
+        if not found:
+            return entries, found
+        return ordered + [entry for entry in entries if entry.num_tokens > MAX_NEW_TOKENS], found
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens that a level must save."""
+        return -(-MIN_SAVED_BYTES // self.token_bytes)
 
     def _update(self, entries: list[Entry], numbers: list[int | None]) -> None:
         places = {number: i for i, number in enumerate(numbers) if number is not None}
@@ -204,7 +270,7 @@ class PrefixGroups:
         saved, levels = 0, []
         for most in range(1, MAX_LEVELS + 1):
             more, found = _best(nodes, 0, most)
-            if more - saved < MIN_SAVED_TOKENS:
+            if more - saved < self.least:
                 break
             saved, levels = more, found
         return Cascade(tuple(map(tuple, levels)), saved) if levels else None

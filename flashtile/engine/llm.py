@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.checks.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, NO_METHODS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
-from flashtile.engine.core import Engine, EngineStats, Prompt
+from flashtile.engine.core import Engine, EngineStats, NamedTensors, Prompt, scores
 from flashtile.engine.groups import PrefixGroups
 from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
-from flashtile.engine.runner import KV_CACHE, LOGPROBS_MODES, WEIGHTS, Runner
+from flashtile.engine.runner import LOGPROBS_MODES, Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import given_weights, open_weights, random_weights, with_checkpoint_head
+from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager
 
@@ -71,12 +71,12 @@ class LLM:
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes. None: True.
         cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
-            a step instead of once for each sequence. Layers without a window do so in steps in which it saves
-            the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
-            order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
+            a step instead of once for each sequence. Layers do so in steps in which it saves the reading of
+            at least 128 MiB (:mod:`flashtile.engine.groups`). Sums are rounded in another order, as they are
+            in batches of another size. None: unless ``batch_invariant``.
         batch_invariant: give every log-probability the same bits for any other requests and their order,
             chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
-            then have one order, which costs speed. Not with ``cascade_attention``, several processes or
+            then have one order, which costs speed. Not with ``cascade_attention=True``, several processes or
             ``tree_width`` above 1, and on a GPU neither in float32 nor with a vocabulary whose size is no
             multiple of 8.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
@@ -143,7 +143,7 @@ class LLM:
         block_size: int | None = None,
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool | None = None,
-        cascade_attention: bool = False,
+        cascade_attention: bool | None = None,
         batch_invariant: bool = False,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
@@ -157,6 +157,7 @@ class LLM:
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
         prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
+        cascade_attention = not batch_invariant if cascade_attention is None else cascade_attention
         _check_choices(
             quantization, load_format, enable_prefix_caching=prefix_caching,
             cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
@@ -240,8 +241,8 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        # With a window in all layers, blocks are released, and no layer could use groups.
-        groups = PrefixGroups(manager) if cascade_attention and window < 0 else None
+        token_bytes = bytes_of_block(network, 1, cache_dtype) // config.num_layers
+        groups = PrefixGroups(manager, config.windows, token_bytes) if cascade_attention else None
         scheduler = Scheduler(manager, budget, prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
@@ -348,28 +349,9 @@ class LLM:
                 ``logprobs_mode`` than "raw_logprobs".
             RuntimeError: the model's logits are NaN or infinite.
         """
-        if self.engine.runner.logprobs_mode != LOGPROBS_MODES[0]:
-            got = self.engine.runner.logprobs_mode
-            raise ValueError(f"logprobs_mode must be {LOGPROBS_MODES[0]!r} for score, got {got!r}")
-        sequences = [self.engine.tokens_of(prompt)[1] for prompt in _as_prompts(prompts)]
-        most = self.engine.max_model_len
-        for count in map(len, sequences):
-            if not 2 <= count <= most:
-                raise ValueError(f"prompts must have 2 to max_model_len={most} tokens for score, got {count}")
-        # The last token is an answer that has no alternative: the prompt may then fill max_model_len.
-        last = functools.partial(
-            SamplingParams, temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False
-        )
-        params = [last(allowed_token_ids=tokens[-1:]) for tokens in sequences]
-        outputs = self._run([tokens[:-1] for tokens in sequences], params, None)
-        found: list[list[float]] = []
-        for tokens, output in zip(sequences, outputs, strict=True):
-            answer = output.outputs[0]
-            if answer.finish_reason == "error":
-                raise RuntimeError(f"score: {answer.stop_reason}")
-            entries: list[Any] = [*(output.prompt_logprobs or ())[1:], *(answer.logprobs or ())]
-            found.append([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
-        return found
+        requests = [self.engine.score_request(prompt) for prompt in _as_prompts(prompts)]
+        outputs = self._run([tokens[:-1] for tokens, _ in requests], [one for _, one in requests], None)
+        return [scores(tokens, output) for (tokens, _), output in zip(requests, outputs, strict=True)]
 
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
@@ -406,10 +388,7 @@ class LLM:
         self.engine.reset_prefix_cache()
         return True
 
-    @torch.inference_mode()
-    def update_weights(
-        self, named_tensors: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
+    def update_weights(self, named_tensors: NamedTensors) -> None:
         """Replace all weights of the model in place, for example after a step of its training.
 
         Compiled kernels and CUDA graphs stay, and the prefix cache is emptied. A draft model keeps its
@@ -417,26 +396,15 @@ class LLM:
 
         Args:
             named_tensors: a folder as ``model``, or all weights under the names of the checkpoint: a dict or
-                pairs of name and tensor, on any device, in any floating-point dtype. Dense models of
+                pairs of name and whole tensor, on any device, in any floating-point dtype. Dense models of
                 Transformers have these names in ``model.named_parameters()``.
 
         Raises:
             TypeError, ValueError, NotImplementedError, FileNotFoundError: a request is unfinished, or a
-                weight is missing, unknown or of another shape. Nothing is changed then.
+                weight is missing, unknown or of another shape. Nothing is changed then. After any other
+                error, such as one of a disk, requests are refused until an update succeeds.
         """
-        runner, model = self.engine.runner, self.engine.runner.model
-        if self.engine.has_unfinished:
-            raise ValueError("update_weights must be called without unfinished requests: their keys are old")
-        if WEIGHTS in runner.asleep:
-            raise ValueError("wake_up must be called before update_weights of an engine that sleeps")
-        given = model.config, self.device, self.dtype, model.ranks
-        if isinstance(named_tensors, (str, Path)):
-            weights = open_weights(model_folder(named_tensors), *given)
-        else:
-            weights = given_weights(named_tensors, *given)
-        model.update(weights)
-        runner.has_weights = True
-        self.engine.scheduler.manager.reset_prefix_cache()
+        self.engine.update_weights(named_tensors)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
@@ -451,28 +419,18 @@ class LLM:
         Raises:
             ValueError: a request is unfinished, or the engine sleeps already.
         """
-        level = as_int_within("level", level, 1, 2)
-        if self.engine.has_unfinished:
-            raise ValueError("sleep must be called without unfinished requests, which would lose their keys")
-        if self.engine.runner.asleep:
-            raise ValueError("wake_up must be called before sleep of an engine that sleeps")
-        self.engine.scheduler.manager.reset_prefix_cache()
-        self.engine.runner.sleep(keep_weights=level == 1)
+        self.engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory that :meth:`sleep` freed. Has no effect on memory that is allocated.
+
+        It may be called again after an error because of too little memory.
 
         Args:
             tags: "weights" and "kv_cache", or one of them, to allocate the cache only after the weights are
                 updated. None: both.
         """
-        chosen = (WEIGHTS, KV_CACHE) if tags is None else tags
-        if not isinstance(chosen, (list, tuple)) or not all(
-            is_choice(tag, (WEIGHTS, KV_CACHE)) for tag in chosen
-        ):
-            raise ValueError(f"tags must be a list of {WEIGHTS!r} and {KV_CACHE!r} or None, got {tags!r:.60}")
-        for tag in chosen:
-            self.engine.runner.wake_up(tag)
+        self.engine.wake_up(tags)
 
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs.
@@ -607,9 +565,9 @@ def _check_invariant(cascade: bool, processes: int, tree_width: int, dtype: Any,
         ("cascade_attention", cascade, not cascade, "False"),
         ("tensor_parallel_size", processes, processes == 1, "1"),
         ("tree_width", tree_width, tree_width == 1, "1"),
-        ("dtype", dtype, dtype != torch.float32, "bfloat16 or float16"),
+        ("dtype", dtype, dtype != torch.float32, "bfloat16 or float16 on a GPU"),
         # On a GPU, torch's softmax of a row begins at the first address that is a multiple of 16 bytes.
-        ("vocab_size", vocab_size, dtype is None or vocab_size % 8 == 0, "a multiple of 8"),
+        ("vocab_size", vocab_size, dtype is None or vocab_size % 8 == 0, "a multiple of 8 on a GPU"),
     ):
         if not is_fixed:
             raise NotImplementedError(f"{name} must be {needed} with batch_invariant, got {got}")

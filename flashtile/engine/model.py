@@ -7,8 +7,9 @@ earlier tokens are in a paged cache. Chunks of prompts and single tokens go thro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,18 @@ Hidden = Tensor | BeforeNorm
 also has the hidden states times this norm's weight, and the RMS factor of each row."""
 
 
+class Groups(NamedTuple):
+    """The levels of keys that groups of sequences share.
+
+    Attributes:
+        levels: the groups and the keys of each level.
+        shared_keys: (batch,) int32, number of each sequence's first keys that are in a level or not visible.
+    """
+
+    levels: tuple[SharedKeys, ...]
+    shared_keys: Tensor
+
+
 class StepInput(NamedTuple):
     """The inputs of one step, on the device.
 
@@ -53,9 +66,10 @@ class StepInput(NamedTuple):
             sequence b sees new token j. None: causal.
         seqused_k: (batch,) int32, tokens of each sequence including the new ones. Set by
             :meth:`Model.hidden` unless sequences have chunks of prompts.
-        levels: the keys that groups of sequences share. Layers with a window do not use them, because they
-            hide a different part of these keys from each sequence.
-        shared_keys: (batch,) int32, number of each sequence's first keys that are in a level.
+        groups: groups of sequences that share keys, by the window of the layers that use them.
+        parts: the first sequences, and the others, if only the first have groups. They are steps without
+            further optional inputs. Attention is a call for each, because its fast kernel for many new tokens
+            continues no softmax.
     """
 
     tokens: Tensor
@@ -67,8 +81,8 @@ class StepInput(NamedTuple):
     slots: Tensor | None = None
     tree_mask: Tensor | None = None
     seqused_k: Tensor | None = None
-    levels: tuple[SharedKeys, ...] = ()
-    shared_keys: Tensor | None = None
+    groups: Mapping[int, Groups] = MappingProxyType({})
+    parts: tuple[StepInput, ...] = ()
 
 
 class Cache(NamedTuple):
@@ -254,19 +268,32 @@ class Attention:
         return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
+        q = self._append_few(x, norm, step, cache)
+        if q is not None:
+            return self._attend_to(step, cache, q)
+        qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.norm_all:
+            q, k = self._norm_all_heads(q, k)
+        elif self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if not step.parts:
+            return self._attend_to(step, cache, q, k, v)
+        counts = [len(part.tokens) for part in step.parts]
+        each = zip(step.parts, *(tensor.split(counts) for tensor in (q, k, v)), strict=True)
+        return torch.cat([self._attend_to(part, cache, *own).view_as(own[0]) for part, *own in each])
+
+    def _attend_to(
+        self, step: StepInput, cache: Cache, q: Tensor, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """Attend from q (total_new, heads, head_dim), after k and v are rotated and appended, if given."""
         ragged, options = step.cu_seqlens_q is not None, self._options(step)
         attend: Callable[..., Any] = flash_attn_with_kvcache
-        if step.levels and self.window < 0:
+        groups = step.groups.get(self.window)
+        if groups is not None:
             attend = cascade_with_kvcache
-            options |= {"levels": step.levels, "cache_leftpad": step.shared_keys}
-        q = self._append_few(x, norm, step, cache)
-        if q is None:
-            qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
-            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-            if self.norm_all:
-                q, k = self._norm_all_heads(q, k)
-            elif self.q_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
+            options |= {"levels": groups.levels, "cache_leftpad": groups.shared_keys}
+        if k is not None and v is not None:
             if step.slots is None or self.qkv.invariant:
                 if ragged:
                     options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
@@ -514,15 +541,19 @@ class Model:
         tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
         self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
 
-    def update(self, weights: Weights) -> None:
-        """Write other weights into the memory of the present ones, one layer at a time."""
-        config = self.config
+    def check_e4m3(self, weights: Weights) -> None:
+        """Raise ValueError unless other weights have the same matrices in e4m3."""
         different = sorted(self.in_e4m3 ^ getattr(weights, "in_e4m3", set()))
         if different:
             raise ValueError(
                 f"named_tensors must have the same matrices in e4m3 as the model, got {different[0]!r} in "
                 + ("another dtype" if different[0] in self.in_e4m3 else "e4m3")
             )
+
+    @torch.inference_mode()
+    def update(self, weights: Weights) -> None:
+        """Write other weights into the memory of the present ones, one layer at a time."""
+        config = self.config
         self.embedding.copy_(weights("model.embed_tokens.weight"))
         for number, layer in enumerate(self.layers):
             overwrite(layer, Layer(config, weights, number, self.ranks, self.fp8))

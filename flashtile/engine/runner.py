@@ -23,8 +23,8 @@ from flashtile.api.decode import copy_blocks
 from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
-from flashtile.engine.groups import MAX_LEVELS, Cascade, numbers_of_levels, row_length
-from flashtile.engine.model import Model, StepInput
+from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, Cascade, numbers_of_levels, row_length
+from flashtile.engine.model import Groups, Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Choice,
@@ -105,7 +105,10 @@ class Form(NamedTuple):
             need them.
         tree: whether tree masks are also sent. Steps whose guesses form a tree need them.
         runs_draft: whether the draft model also computes the step, because a sequence has no guesses.
-        levels: for each level of groups that share keys, the largest number of new tokens of a group.
+        levels: (windows of the layers that have them, largest number of new tokens of a group at each level)
+            of groups that share keys.
+        few: (batch, tokens, width) of the first sequences, to which the groups belong, if the other sequences
+            have too many new tokens for groups.
     """
 
     batch: int
@@ -114,7 +117,8 @@ class Form(NamedTuple):
     has_slots: bool = False
     tree: bool = False
     runs_draft: bool = False
-    levels: tuple[int, ...] = ()
+    levels: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    few: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -190,7 +194,7 @@ class Runner:
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.max_verified)
         samples = max_num_batched_tokens + rows
         changes = min(self.block_table.numel(), MAX_CHANGES)
-        levels = numbers_of_levels(max(rows, MAX_GRAPH_BATCH), MAX_LEVELS)
+        levels = numbers_of_levels(max(rows, MAX_GRAPH_BATCH), MAX_LEVELS) * len({*model.config.windows})
         numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes + levels
         self._transfer = Transfer(numbers, self.device)
         batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
@@ -198,7 +202,7 @@ class Runner:
         self._logits = model.embedding.new_zeros(batch, model.config.vocab_size // self.ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
-        self._numbers_of = functools.lru_cache(1)(Cascade.numbers)
+        self._numbers_of = functools.lru_cache(2)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
         self._adjuster = Adjuster(self.device, rows + 1)
         self.asleep: dict[str, list[Freed]] = {}  # freed memory, by the tags of LLM.wake_up
@@ -225,7 +229,7 @@ class Runner:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]
         form, captured = self._form(schedule)
-        step, logits_rows, rows, positions = self._send(schedule, samples, form)
+        views, logits_rows, rows, positions = self._send(schedule, samples, form)
         guessed = [entry for entry in schedule.entries if entry.sequence.guesses[:1] == [UNKNOWN]]
         if guessed:
             assert self.drafter is not None
@@ -237,7 +241,7 @@ class Runner:
                 logits = logits.index_select(0, logits_rows)
             self.draw(in_flight, samples, logits, rows, positions)
         else:
-            hidden = self._compute(step, form)
+            hidden = self._compute(views, form)
             if samples:
                 logits = self.model.logits(hidden.index_select(0, logits_rows))
                 self.draw(in_flight, samples, logits, rows, positions)
@@ -261,43 +265,50 @@ class Runner:
         """Free the memory of the KV cache and of the weights. See :meth:`flashtile.engine.LLM.sleep`."""
         self.close()
         caches = [self._logits, *(one for memory in self._memories for one in (memory.k, memory.v))]
-        self.asleep = {KV_CACHE: [Freed(caches, False)], WEIGHTS: [Freed(self.model.weights, keep_weights)]}
+        # Note each part as it is freed: if the host has no memory for the next one, wake_up restores it.
+        self.asleep[KV_CACHE] = [Freed(caches, False)]
+        self.asleep[WEIGHTS] = [Freed(self.model.weights, keep_weights)]
+        self.has_weights &= keep_weights
         if self.drafter is not None:
             self.asleep[WEIGHTS].append(Freed(self.drafter.model.weights, True))
-        self.has_weights = keep_weights
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def wake_up(self, tag: str) -> None:
         """Allocate the memory of ``tag`` again, if it was freed."""
-        for freed in self.asleep.pop(tag, ()):
+        for freed in self.asleep.get(tag, ()):
             freed.restore()
+        self.asleep.pop(tag, None)  # not earlier: the device may have no memory yet
 
     def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
-        entries, cascade = schedule.entries, schedule.cascade
+        entries, cascades = schedule.entries, schedule.cascades
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
         # Whether every sequence gets a token from this step, and has one new token or guesses (draft tokens).
-        few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
+        single = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
         runs_draft = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
-        has_slots = few and most > 1
+        has_slots = single and most > 1
         tree = has_slots and self.has_siblings
-        if few and self.capture is not None:
+        sizes, few, captured = (len(entries), total, most), None, False
+        if single and self.capture is not None:
             batch, width = graph_batch(len(entries)), self.max_verified if has_slots else 1
             if batch * width <= len(self._logits):
-                levels = () if cascade is None else cascade.longest(width, batch * width)
-                return Form(batch, batch * width, width, has_slots, tree, runs_draft, levels), True
-        levels = () if cascade is None else cascade.longest(most, total)
-        return Form(len(entries), total, most, has_slots, tree, runs_draft, levels), False
+                sizes, captured = (batch, batch * width, width), True
+        if cascades and most > MAX_NEW_TOKENS:
+            counts = [entry.num_tokens for entry in entries if entry.num_tokens <= MAX_NEW_TOKENS]
+            few = len(counts), sum(counts), max(counts)
+        _, tokens, width = few or sizes
+        levels = tuple((tuple(windows), one.longest(width, tokens)) for one, windows in cascades.items())
+        return Form(*sizes, has_slots, tree, runs_draft, levels, few), captured
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
-    ) -> tuple[StepInput, Tensor, Tensor, Tensor]:
+    ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Send a step's inputs to the device.
 
-        Returns the inputs and, for each sample, its row of the logits, its row of the block table, and the
-        position of its new token.
+        Returns the inputs for :meth:`_step` and, for each sample, its row of the logits, its row of the block
+        table, and the position of its new token.
 
         The device has a copy of the block table, so only the sequences' row indices are sent. The host may
         not know a sequence's last token and guesses yet. The device has these tokens in ``self.known``. The
@@ -374,24 +385,22 @@ class Runner:
         parts: list[Listing[int]] = [starts, rows, tokens]
         if form.width > 1:
             parts += [offsets, positions, slots, array("i", array("Q", masks).tobytes())]
-        if schedule.cascade is not None:
-            parts.append(self._numbers_of(schedule.cascade, form.batch))
+        parts += [self._numbers_of(cascade, (form.few or form)[0]) for cascade in schedule.cascades]
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self._update_table(views[-2].long(), views[-1])
-        return self._step(views, form), views[-5], views[-4].long(), views[-3]
+        return views, views[-5], views[-4].long(), views[-3]
 
     def _update_table(self, places: Tensor, blocks: Tensor) -> None:
         self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
-        """Build the step's inputs from the views that :meth:`_send` filled.
-
-        In the result, block tables hold only row indices (batch,). :meth:`_compute` replaces them by the
-        rows of the block table.
-        """
+        """Build the step's inputs from the views that :meth:`_send` filled."""
         starts, rows, tokens = views[:3]
-        step = StepInput(tokens, starts, rows, None, 1)
+        missing = tokens < 0
+        known = self.known.view(-1).index_select(0, torch.where(missing, ~tokens, 0))
+        table = self.block_table.index_select(0, rows)
+        step = StepInput(torch.where(missing, known, tokens), starts, table, None, 1)
         # A view may begin at an unaligned address, for which Triton would compile the kernels again. A clone
         # is always aligned.
         if form.width > 1:
@@ -402,34 +411,46 @@ class Runner:
             rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
             seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
-        if not form.levels:
-            return step
-        numbers, batch, levels = views[7 if form.width > 1 else 3].clone(), form.batch, list[SharedKeys]()
-        shared_keys, *numbers_of = numbers.view(-1, row_length(batch)).unbind()  # Cascade.numbers
-        for i, most in enumerate(form.levels):
-            offsets, first, end = numbers_of[3 * i : 3 * i + 3]
-            table = rows.index_select(0, offsets[:batch].clamp(max=batch - 1))
-            offsets = offsets[: batch + 1]
-            if step.cu_seqlens_q is not None:
-                offsets = step.cu_seqlens_q.index_select(0, offsets)
-            levels.append(SharedKeys(table, end[:batch], first[:batch] if i else None, offsets, most))
-        return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
+        (batch, count, width), ends = form.few or form[:3], step.cu_seqlens_q
+        offsets = None if ends is None or width == 1 else ends[: batch + 1]
+        groups = self._groups(views, form, batch, offsets)
+        if form.few is None or ends is None:
+            return step._replace(groups=groups)
+        few = StepInput(tokens[:count], starts[:batch], table[:batch], offsets, width, groups=groups)
+        many = StepInput(
+            tokens[count:], starts[batch:].clone(), table[batch:].clone(), ends[batch:] - count, form.width
+        )
+        return step._replace(parts=(few, many))
 
-    def _compute(self, step: StepInput, form: Form) -> Tensor:
-        """Return the model's hidden states (tokens, hidden_size).
+    def _groups(
+        self, views: list[Tensor], form: Form, batch: int, cu_seqlens_q: Tensor | None
+    ) -> dict[int, Groups]:
+        """Return the groups among the first ``batch`` sequences, by the window of the layers.
+
+        ``cu_seqlens_q``: where these sequences' new tokens start. None: one each.
+        """
+        found, rows = dict[int, Groups](), views[1]
+        for (windows, longest), view in zip(form.levels, views[7 if form.width > 1 else 3 :], strict=False):
+            levels = list[SharedKeys]()
+            shared_keys, *numbers = view.clone().view(-1, row_length(batch)).unbind()  # Cascade.numbers
+            for i, most in enumerate(longest):
+                offsets, first, end = numbers[3 * i : 3 * i + 3]
+                table = rows.index_select(0, offsets[:batch].clamp(max=batch - 1))
+                table = self.block_table.index_select(0, table)
+                offsets = offsets[: batch + 1]
+                if cu_seqlens_q is not None:
+                    offsets = cu_seqlens_q.index_select(0, offsets)
+                begin = None if i == 0 and min(windows) < 0 else first[:batch]
+                levels.append(SharedKeys(table, end[:batch], begin, offsets, most))
+            found |= dict.fromkeys(windows, Groups(tuple(levels), shared_keys[:batch]))
+        return found
+
+    def _compute(self, views: list[Tensor], form: Form) -> Tensor:
+        """Return the model's hidden states (tokens, hidden_size) for the views that :meth:`_send` filled.
 
         With ``form.runs_draft``, the draft model also computes the step and appends to its own cache.
         """
-        missing = step.tokens < 0
-        known = self.known.view(-1).index_select(0, torch.where(missing, ~step.tokens, 0))
-        step = step._replace(
-            tokens=torch.where(missing, known, step.tokens),
-            block_table=self.block_table.index_select(0, step.block_table),
-            levels=tuple(
-                level._replace(block_table=self.block_table.index_select(0, level.block_table))
-                for level in step.levels
-            ),
-        )
+        step = self._step(views, form)
         if form.runs_draft:
             assert self.drafter is not None
             self.drafter.follow(step)
@@ -449,12 +470,11 @@ class Runner:
         if form.width > 1:
             words = 2 * form.batch * form.width * form.tree  # a row of a tree mask has 64 bits
             sizes += [form.batch + 1, form.tokens, form.tokens, words]
-        if form.levels:
-            sizes.append(numbers_of_levels(form.batch, len(form.levels)))
+        sizes += [numbers_of_levels(form.batch, len(longest)) for _, longest in form.levels]
         views = list(self._transfer.numbers[: sum(sizes)].split(sizes))
 
         def run() -> None:
-            hidden = self._compute(self._step(views, form), form)
+            hidden = self._compute(views, form)
             self._logits[: form.tokens] = self.model.own_logits(hidden)
 
         return run
@@ -498,7 +518,7 @@ class Runner:
                 scored = scored / beam.temperature
             elif mode.startswith("processed"):
                 own: list[Any] = [of[i : i + 1] if isinstance(of, Tensor) else of for of in draw.choice]
-                scored = processed(logits[i : i + 1], Choice(*own))
+                scored = processed(logits[i : i + 1], Choice(*own), tokens[i : i + 1])
             count = scored.shape[1] if count < 0 else count
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)

@@ -154,10 +154,18 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     return processed(logits, choice).add_(noise.masked_fill_(greedy, 0.0))
 
 
-def processed(logits: Tensor, choice: Choice) -> Tensor:
-    """Return logits (rows, vocab_size) after temperature and filters, float32. Greedy rows have neither."""
+def processed(logits: Tensor, choice: Choice, chosen: Tensor | None = None) -> Tensor:
+    """Return logits (rows, vocab_size) after temperature and filters, float32. Greedy rows have neither.
+
+    ``chosen`` (rows,) are drawn tokens, which no filter drops: the kernel that drew them rounds the sum of
+    their probabilities in another way.
+    """
     temperature = choice.temperature.masked_fill(choice.temperature == 0, 1.0)
-    return keep(logits.float() * temperature.reciprocal().unsqueeze(1), choice)
+    scores = logits.float() * temperature.reciprocal().unsqueeze(1)
+    kept = keep(scores, choice)
+    if chosen is None:
+        return kept
+    return kept.scatter(1, chosen.unsqueeze(1), scores.gather(1, chosen.unsqueeze(1)))
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:

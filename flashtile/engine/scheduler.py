@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from flashtile.engine.groups import Cascade, PrefixGroups
+from flashtile.engine.groups import Cascades, PrefixGroups
 from flashtile.engine.request import Request, Sequence, State
 from flashtile.kv_cache import BlockManager, OutOfBlocksError
 from flashtile.kv_cache.pool import Copies
@@ -52,14 +52,15 @@ class SchedulerOutput:
         moves: (kind, pairs of blocks): copies and swaps to make before the step, in this order.
         preempted: sequences that lost their memory.
         swapped: sequences that the moves swap out or in.
-        cascade: groups of the entries that read their common blocks together. None: each reads its own.
+        cascades: groups of entries that read their common blocks together, and the windows of the layers that
+            do so. In other layers each entry reads its own.
     """
 
     entries: list[Entry] = field(default_factory=list)
     moves: list[tuple[str, Copies]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     swapped: list[Sequence] = field(default_factory=list)
-    cascade: Cascade | None = None
+    cascades: Cascades = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +161,7 @@ class Scheduler:
             self._admit(budget, step)
         self._cache_prompts(step)
         if self.groups is not None:
-            step.entries, step.cascade = self.groups(step.entries)
+            step.entries, step.cascades = self.groups(step.entries)
         return step
 
     def drop_guesses(self, sequence: Sequence) -> None:

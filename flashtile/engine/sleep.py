@@ -37,12 +37,15 @@ class Freed:
             tensor.set_()  # type: ignore[call-overload]
 
     def restore(self) -> None:
-        """Allocate the memory again. It is zero if it was not kept."""
+        """Allocate the memory again. It is zero if it was not kept.
+
+        After an error because of too little memory, it can be called again.
+        """
         memory = {}
         for address, (size, device) in self._sizes.items():
             content = torch.zeros(size, dtype=torch.uint8, device=device)
             if address in self._kept:
-                content.copy_(self._kept.pop(address))
+                content.copy_(self._kept[address])
             memory[address] = content.untyped_storage()
         for tensor, address, *place in self._places:
             tensor.set_(memory[address], *place)

@@ -22,7 +22,7 @@ from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, bound_of_group
-from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
+from flashtile.engine.model import FEW_ROWS, Experts, Groups, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
@@ -112,7 +112,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         k_cache, v_cache = (
             torch.empty(shape, dtype=limits.cache_dtype or dtype, device="cpu") for _ in range(2)
         )
-        for step in _steps(limits, drafts):
+        for step in _steps(limits, config.windows, drafts):
             model.hidden(step, k_cache, v_cache)
         most = max(LOGITS_ROWS, limits.max_num_seqs * limits.verified)
         for rows in {*range(1, FEW_ROWS + 1), *sizes_between(1, most)}:
@@ -188,9 +188,9 @@ def _levels(limits: Limits) -> Iterator[tuple[int, int, int]]:
             yield batch, tokens, longest
 
 
-def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
+def _steps(limits: Limits, windows: tuple[int, ...], drafts: bool) -> Iterator[StepInput]:
     """Yield steps of every kind: one token per sequence, guesses (draft tokens), and chunks of prompts."""
-    step = functools.partial(_step, limits)
+    step = functools.partial(_step, limits, windows)
     batches = _sizes(limits, 1)
     guesses = functools.partial(step, width=limits.verified, slots=True, tree=limits.siblings)
     for levels in range(1 + MAX_LEVELS * limits.grouped):
@@ -200,6 +200,9 @@ def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
             yield guesses(-(-tokens // limits.verified), tokens, levels=levels)
     if limits.grouped and limits.max_num_seqs > 1:
         yield step(2, 3, 2, levels=MAX_LEVELS)
+        for batch in batches:  # with a chunk that has too many tokens for groups
+            parts = step(batch, batch, 1, levels=MAX_LEVELS), step(1, 2, 2)
+            yield step(batch + 1, batch + 2, 2)._replace(parts=parts)
     for batch, width in product(batches if drafts else (), (1, 2)):
         yield step(batch, batch * width, width, slots=True)
     budget = limits.max_num_batched_tokens
@@ -227,8 +230,8 @@ def _sizes(limits: Limits, width: int) -> list[int]:
 
 
 def _step(
-    limits: Limits, batch: int, tokens: int, width: int, slots: bool = False, tree: bool = False,
-    levels: int = 0,
+    limits: Limits, windows: tuple[int, ...], batch: int, tokens: int, width: int, slots: bool = False,
+    tree: bool = False, levels: int = 0,
 ) -> StepInput:  # fmt: skip
     numbers = torch.zeros(batch, dtype=torch.int32, device="cpu")
     columns = -(-limits.max_model_len // limits.block_size)
@@ -241,5 +244,9 @@ def _step(
         step = step._replace(positions=new, slots=torch.zeros(tokens, dtype=torch.int64, device="cpu"))
     if tree:
         step = step._replace(tree_mask=torch.zeros(batch, width, width, dtype=torch.bool, device="cpu"))
-    shared = [SharedKeys(table, numbers, numbers if i else None, groups, tokens) for i in range(levels)]
-    return step._replace(levels=tuple(shared), shared_keys=numbers) if levels else step
+    if not levels:
+        return step
+    shared = [SharedKeys(table, numbers, numbers, groups, tokens) for _ in range(levels)]
+    within = Groups(tuple(shared), numbers)  # a window
+    whole = Groups((shared[0]._replace(first=None), *shared[1:]), numbers)
+    return step._replace(groups={window: whole if window < 0 else within for window in windows})

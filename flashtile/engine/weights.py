@@ -41,6 +41,7 @@ logger = logging.getLogger("flashtile.engine")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 4096
 """Rows of the head and the embedding that are compared at a time."""
+OWN_HEAD = f"named_tensors must have the embedding as {HEAD} of tied embeddings, got another matrix"
 IGNORED = "rotary_emb.inv_freq"
 UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
 """Ends of the names of scales of activations, keys and values, which are not rounded by them here."""
@@ -165,11 +166,21 @@ def _expert_parameters(config: ModelConfig, layer: str) -> dict[str, Parameter]:
 def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
     """Untie the embeddings in ``config`` if the checkpoint's ``lm_head`` differs from its embedding.
 
-    The weights are compared in ``dtype``. If they differ, the ``lm_head`` is used and a warning is logged, as
-    in Transformers 5.
+    The ``lm_head`` is then used, and a warning is logged, as in Transformers 5.
     """
-    if not config.tie_word_embeddings:
+    if not has_own_head(folder, config, dtype):
         return config
+    logger.warning(
+        "%s: config.json has tie_word_embeddings=true, but the checkpoint's %s differs from %s and is used "
+        "(set tie_word_embeddings=false to silence this warning)", folder, HEAD, EMBEDDING,
+    )  # fmt: skip
+    return replace(config, tie_word_embeddings=False)
+
+
+def has_own_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether embeddings are tied in ``config``, but the checkpoint's ``lm_head`` differs in ``dtype``."""
+    if not config.tie_word_embeddings:
+        return False
     slices = {
         name: file.get_slice(name)
         for _, file, names in _opened(folder)
@@ -177,19 +188,12 @@ def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) 
         if name in (EMBEDDING, HEAD)
     }
     if len(slices) < 2:
-        return config
+        return False
     head, embedding = slices[HEAD], slices[EMBEDDING]
-    same = head.get_shape() == embedding.get_shape() and all(
-        torch.equal(head[row : row + ROWS].to(dtype), embedding[row : row + ROWS].to(dtype))
+    return head.get_shape() != embedding.get_shape() or any(
+        not torch.equal(head[row : row + ROWS].to(dtype), embedding[row : row + ROWS].to(dtype))
         for row in range(0, head.get_shape()[0], ROWS)
     )
-    if same:
-        return config
-    logger.warning(
-        "%s: config.json has tie_word_embeddings=true, but the checkpoint's %s differs from %s and is used "
-        "(set tie_word_embeddings=false to silence this warning)", folder, HEAD, EMBEDDING,
-    )  # fmt: skip
-    return replace(config, tie_word_embeddings=False)
 
 
 def open_weights(
@@ -290,14 +294,16 @@ def given_weights(
         raise NotImplementedError(
             "named_tensors must be a folder for a model whose checkpoint has matrices in e4m3, got tensors"
         )
-    expected = parameters(config)
+    expected, tied = parameters(config), config.tie_word_embeddings
+    if tied:
+        expected[HEAD] = expected[EMBEDDING]
     found: dict[str, Tensor] = {}
     items: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     for item in items if isinstance(items, Iterable) else [items]:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
             raise TypeError(f"named_tensors must be a dict or (name, tensor) pairs, got {item!r:.60}")
         name, tensor = item
-        if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
+        if name.endswith(IGNORED):
             continue
         if name not in expected:
             raise ValueError(f"named_tensors must be weights of {config.model_type}, got {name!r:.120}")
@@ -306,14 +312,18 @@ def given_weights(
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"named_tensors must be floating-point tensors, got {got} for {name!r}")
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(f"named_tensors must be whole tensors, got a DTensor: call {name}.full_tensor()")
         if tensor.shape != expected[name].shape:
             shape, given = expected[name].shape, tuple(tensor.shape)
             raise ValueError(f"named_tensors must have shape {shape} for {name!r}, got {given}")
         found[name] = tensor.detach()
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in found and not (tied and name == HEAD)]
     if missing:
         count = f"{len(missing)} of {len(expected)} are missing"
         raise ValueError(f"named_tensors must have every weight, got none for {missing[0]!r} ({count})")
+    if HEAD in found and tied and not torch.equal(found[HEAD].to(dtype), found[EMBEDDING].to(dtype)):
+        raise ValueError(OWN_HEAD)
     return lambda name: expected[name].own(found[name], ranks).to(device, dtype).contiguous()
 
 

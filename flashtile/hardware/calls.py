@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
-from flashtile.problems.masking import RANGES, Masking, positions
+from flashtile.problems.masking import RANGES, Masking, positions, split
 
 ELEMENT_BYTES = {
     "float8_e4m3fn": 1,
@@ -199,3 +199,54 @@ def _sum_clamped(first: int, count: int, most: int) -> int:
     full = max(rising, min(count, most - first))  # values from this index on are ``most``
     middle = full - rising
     return middle * (2 * first + rising + full - 1) // 2 + (count - full) * most
+
+
+def blocks_of(seen: range, block: int) -> range:
+    """Return the numbers of the blocks of ``block`` rows or keys that kernels visit for the range ``seen``.
+
+    If the range is empty, they may visit one block.
+    """
+    last = -(-seen.stop // block)
+    return range(min(seen.start // block, last), last)
+
+
+def walks(
+    call: Call, lengths: tuple[int, int], blocks: tuple[int, int], *, by_keys: bool = False
+) -> list[range]:
+    """Return the key blocks that each query block attends to.
+
+    With ``by_keys``, return the query blocks that attend to each key block. ``lengths`` and ``blocks`` are
+    (of queries, of keys), for one sequence.
+    """
+    seqlen_q, seqlen_k = lengths
+    rows, keys, offset = positions(*lengths), range(seqlen_k), seqlen_k - seqlen_q
+    if not by_keys:
+        seen = (call.key_range(part, keys) for part in split(rows, blocks[0]))
+        return [blocks_of(part, blocks[1]) for part in seen]
+    seen = (call.row_range(rows, part) for part in split(keys, blocks[1]))
+    return [blocks_of(range(part.start - offset, part.stop - offset), blocks[0]) for part in seen]
+
+
+def visited_scores(call: Call, tile: tuple[int, int]) -> int:
+    """Return the number of scores in the tiles (queries, keys) that kernels visit, for all query heads."""
+    tiles = sum(len(part) for lengths in call.sequences for part in walks(call, lengths, tile))
+    return call.num_heads_q * tiles * tile[0] * tile[1]
+
+
+def least_bytes(call: Call, which: str) -> int:
+    """Return the HBM traffic if every input is read once and every result is written once."""
+    inputs = call.q_bytes + call.k_bytes + call.v_bytes
+    if which == "forward":
+        return inputs + call.out_bytes + call.lse_bytes
+    # reads q, k, v, out and dout; writes dq, dk and dv
+    return 2 * inputs + 2 * call.out_bytes + call.lse_bytes
+
+
+def least_flops(call: Call, which: str) -> int:
+    """Return the FLOPs for the visible scores.
+
+    The forward pass has two products. The backward pass has five, one of which recomputes the scores.
+    """
+    if which == "forward":
+        return 2 * call.visible_pairs * (call.head_dim + call.width_v)
+    return 2 * call.visible_pairs * (3 * call.head_dim + 2 * call.width_v)

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.api.cascade import MIN_SAVED_TOKENS
 from flashtile.integrations.paged import Step, rounded_queries
 from flashtile.operators.decode import SharedKeys
 
 MAX_GROUP_QUERIES = 64
 """Largest number of queries of a group: larger ranges are divided. CUDA graphs need a bound that no batch
 changes."""
+MIN_SAVED_TOKENS = 8192
+"""Groups must save the reading of this many tokens. The launches are made in any case. Estimated, not
+measured: a query's partial results in 32 heads have the bytes of 8 tokens of 8 key heads of size 128."""
 NOTHING = 2**31 - 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
-from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, pair_of, union
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, other_rows, pair_of, union
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
@@ -227,8 +228,8 @@ class Total:
         like: a tensor of the sum's shape and device.
         dtype: dtype of the addition.
 
-    Two tensors, or any number without a token in common, are kept unsummed, so that one pass over memory can
-    add the last two and round the sum.
+    Two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum. So are
+    any number without a token in common, with or without one of all tokens.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -241,7 +242,9 @@ class Total:
 
         The sum may later be written into the memory of ``part``.
         """
-        if len(self._parts) >= 2 and any(start < end and begin < stop for _, begin, end in self._parts):
+        some = sorted(span for _, *span in (*self._parts, (part, start, stop)) if span != [*self._whole])
+        alone = len(some) >= len(self._parts) and all(a[1] <= b[0] for a, b in pairwise(some))
+        if len(self._parts) >= 2 and not alone:
             self._parts = [(self.value(), *self._whole)]
         self._parts.append((part, start, stop))
 
@@ -255,13 +258,13 @@ class Total:
         if bounds == [*self._whole]:
             return parts[0][0].to(dtype)
         if bounds[:2] == [*self._whole]:
-            (first, *_), (second, start, stop) = parts
-            if first.dtype == dtype:
-                first[:, start:stop] += second
-                return first
-            result = torch.empty_like(self._like, dtype=dtype)
-            result[:, :start], result[:, stop:] = first[:, :start], first[:, stop:]
-            torch.add(first[:, start:stop], second, out=result[:, start:stop])
+            (first, *_), *others = parts
+            result = first if first.dtype == dtype else torch.empty_like(self._like, dtype=dtype)
+            for part, start, stop in others:
+                torch.add(first[:, start:stop], part, out=result[:, start:stop])
+            alone = other_rows(tuple((start, stop) for _, start, stop in others), self._whole[1])
+            for start, stop in alone if result is not first else ():
+                result[:, start:stop] = first[:, start:stop]
             return result
         if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # the parts cover all tokens without overlap
             result = torch.empty_like(self._like, dtype=dtype)

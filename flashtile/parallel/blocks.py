@@ -162,6 +162,17 @@ class Pair:
         """Number of visible scores of one head."""
         return sum(block.pairs for block in self.blocks)
 
+    @cached_property
+    def in_two(self) -> tuple[Pair, Pair]:
+        """These calls in two parts: an eighth of the queries of the first call, and the others."""
+        first, *others = self.calls
+        if isinstance(first, Packed):
+            return replace(self, calls=()), self
+        cut = first.q_start + (first.q_stop - first.q_start) // 8
+        parts = _limited(first, first.q_start, cut), _limited(first, cut, first.q_stop)
+        begin, rest = (() if part is None else (part,) for part in parts)
+        return replace(self, calls=begin), replace(self, calls=(*rest, *others))
+
 
 @lru_cache(maxsize=4096)
 def pair_of(

@@ -66,7 +66,8 @@ def context_parallel_attention(
     The result is differentiable. All ranks of the group call this together, each with its own tokens of q, k
     and v, as :func:`flashtile.parallel.shard` cuts them. Partial results of a row are float32 until they are
     merged by their log-sum-exp. Gradients of keys and values are summed over ranks in float32, in a
-    fixed order. For float64 inputs, these partial results and gradients are float64.
+    fixed order. Where few keys travel, as under a short window, a rank's own part is rounded before it is
+    summed. For float64 inputs, these partial results and gradients are float64.
 
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with

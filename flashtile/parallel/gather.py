@@ -5,12 +5,15 @@ There is one exchange, and no partial results are merged. This suits models with
 rank then gathers only the keys just before its own, while it computes the rows that see its own keys only.
 Messages are received directly into the tensors that attention reads. Gradients of keys and values are sent
 directly from the tensors that the backward pass wrote.
+A forward pass divides the work by rows, so that nothing is merged. Where few keys travel, the backward pass
+divides it by keys: those of other ranks (the halo), then the rank's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from flashtile.parallel.attend import (
     at_ranges,
     attend_once,
     attend_rows,
+    covers,
     new_results,
 )
 from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, union
@@ -34,24 +38,29 @@ from flashtile.parallel.layout import Piece, joined, tokens_of
 from flashtile.parallel.ranks import Message, Pending, Ranks, as_bytes
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Consecutive tokens of one rank that another rank needs.
 
     Attributes:
         own: index of the first token among the owner's tokens.
         gathered: index of the first token among the tokens that the other rank gathers.
         tokens: number of tokens.
+        halo: as ``gathered``, but without the tokens that the other rank gathers from itself.
     """
 
     own: int
     gathered: int
     tokens: int
+    halo: int
 
     def of_owner(self, x: Tensor) -> Tensor:
         return x[:, self.own : self.own + self.tokens]
 
     def of_gathered(self, x: Tensor) -> Tensor:
         return x[:, self.gathered : self.gathered + self.tokens]
+
+    def of_halo(self, x: Tensor) -> Tensor:
+        return x[:, self.halo : self.halo + self.tokens]
 
 
 class Needs:
@@ -67,7 +76,7 @@ class Needs:
         self._in_order = all(piece.step == 1 for pieces in pieces_k for piece in pieces)
         self._keys = self._ordered(pieces_k)
         self._rows: dict[int, Ranges] = {}
-        self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._parts: dict[tuple[int, int], list[Part]] = {}
 
     def own(self, rank: int) -> Pair:
         """The attention calls of a rank's queries that see only keys of this rank, over these keys."""
@@ -81,26 +90,44 @@ class Needs:
         """
         return pair_of(self._q[rank], self._keys, self._mask, self._rows_of_others(rank))
 
+    def halo(self, rank: int) -> Pair:
+        """The attention calls of a rank's queries over its halo: the keys of other ranks that they see.
+
+        These are the keys of :meth:`gathered` without the rank's own.
+        """
+        # One pair with the keys of all others, which are few pieces: a pair with each would take hundreds
+        # of milliseconds for 64 ranks, in every step on packed documents.
+        return pair_of(self._q[rank], self._ordered(self._k[:rank] + self._k[rank + 1 :]), self._mask)
+
+    def halo_ranges(self, rank: int) -> Ranges:
+        """The halo's places among the keys that a rank gathers."""
+        others = (owner for owner in range(len(self._k)) if owner != rank)
+        parts = (part for owner in others for part in self.parts(owner, rank))
+        return union([(part.gathered, part.gathered + part.tokens) for part in parts])
+
     @cached_property
     def few(self) -> bool:
         """Whether each rank gathers at most as many keys as it has, as with short windows."""
         return all(self.gathered(rank).tokens <= tokens for rank, tokens in enumerate(self._lengths_k))
 
-    def parts(self, owner: int, needed_by: int) -> list[_Part]:
+    def parts(self, owner: int, needed_by: int) -> list[Part]:
         """The tokens of a rank that another rank gathers, or that it gathers itself next to others."""
         known = self._parts.get((owner, needed_by))
         if known is not None:
             return known
-        found = self._parts[owner, needed_by] = list[_Part]()
+        found = self._parts[owner, needed_by] = list[Part]()
         ranges = self.gathered(needed_by).ranges
         own, before = 0, sum(self._lengths_k[:owner])
+        of_itself = [] if owner == needed_by else self.parts(needed_by, needed_by)
         for piece in self._k[owner]:
             first = piece.start if self._in_order else before + own  # index among the keys of all ranks
             gathered = 0
             for start, stop in ranges:
                 begin, end = max(start, first), min(stop, first + piece.length)
                 if begin < end:
-                    found.append(_Part(own + begin - first, gathered + begin - start, end - begin))
+                    at = gathered + begin - start
+                    own_before = sum(part.tokens for part in of_itself if part.gathered < at)
+                    found.append(Part(own + begin - first, at, end - begin, at - own_before))
                 gathered += stop - start
             own += piece.length
         return found
@@ -108,10 +135,7 @@ class Needs:
     def _rows_of_others(self, rank: int) -> Ranges:
         """The queries of a rank that see keys of other ranks."""
         if rank not in self._rows:
-            # One pair with the keys of all others, which are few pieces: a pair with each would take hundreds
-            # of milliseconds for 64 ranks, in every step on packed documents.
-            others = self._ordered(self._k[:rank] + self._k[rank + 1 :])
-            blocks = pair_of(self._q[rank], others, self._mask).blocks
+            blocks = self.halo(rank).blocks
             self._rows[rank] = union([(block.q_start, block.q_stop) for block in blocks])
         return self._rows[rank]
 
@@ -165,9 +189,10 @@ class Exchange:
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks.size) if rank != self._rank]
 
-    def gather(self, tensors: list[Tensor]) -> _InTransit:
+    def gather(self, tensors: list[Tensor], before: Callable[[], None] | None = None) -> _InTransit:
         """Begin to gather the keys and values of the queries that see other ranks' keys.
 
+        ``before`` is that of :meth:`Ranks.post`.
         Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). The results are (batch, gathered
         tokens, heads, head_dim).
         """
@@ -189,23 +214,24 @@ class Exchange:
         received = [
             Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
         ]
-        pending = self.ranks.post(sent, received, self.timeout)
         for t, to in zip(tensors, gathered, strict=True):
             for part in self.needs.parts(self._rank, self._rank):
                 part.of_gathered(to).copy_(part.of_owner(t))
+        pending = self.ranks.post(sent, received, self.timeout, before)
         copies = [(buffer, x) for (_, x), buffer in zip(incoming, buffers, strict=True) if buffer is not x]
         return _InTransit(pending, gathered, copies)
 
     def give_back(
-        self, gradients: list[Tensor], like: list[Tensor]
-    ) -> tuple[Pending, list[tuple[int, _Part, Tensor]]]:
+        self, gradients: list[Tensor], like: list[Tensor], of: Callable[[Part, Tensor], Tensor]
+    ) -> tuple[Pending, list[tuple[int, Part, Tensor]]]:
         """Begin to send gradients of gathered keys and values to the ranks that own them.
 
+        ``of`` takes a part of ``gradients``, by its tokens among those gathered or among those of the halo.
         Returns (messages, [(0 for keys or 1 for values, tokens, gradients from another rank)]), in the order
         of ranks.
         """
         sent = [
-            Message(other, as_bytes([part.of_gathered(t)]))
+            Message(other, as_bytes([of(part, t)]))
             for other in self._others
             for t in gradients
             for part in self.needs.parts(other, self._rank)
@@ -223,11 +249,14 @@ class Exchange:
     def add_up(
         self,
         gradients: list[Tensor],
-        returning: tuple[Pending, list[tuple[int, _Part, Tensor]]],
+        returning: tuple[Pending, list[tuple[int, Part, Tensor]]],
         sums: list[Total],
     ) -> None:
-        """Add gradients of this rank's tokens to ``sums``: first its own, then those of other ranks."""
-        for t, total in zip(gradients, sums, strict=True):
+        """Add gradients of this rank's tokens to ``sums``: first its own, then those of other ranks.
+
+        ``gradients`` are those of gathered tokens, or empty if none of them is the rank's own.
+        """
+        for t, total in zip(gradients, sums, strict=False):
             for part in self.needs.parts(self._rank, self._rank):
                 total.add(part.of_gathered(t), part.own, part.own + part.tokens)
         pending, incoming = returning
@@ -247,53 +276,68 @@ class AllGather:
     shards: Shards
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
-        coming = self._exchange.gather([k, v])
         own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
-        scores = self.shards.scores
+        scores, gather = self.shards.scores, self._exchange.gather
         own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
         if not own.calls:
-            keys, values = coming.arrive()
+            keys, values = gather([k, v]).arrive()
             out, lse = attend_once(q, keys, values, others, scores, sink)
         elif own.disjoint and others.disjoint:
             out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
-            attend_rows(out, lse, q, own_keys, own_values, own, scores, sink)
+            first, rest = own.in_two
+            # NCCL's kernel begins as the first rows leave their multiprocessors. Begun with a kernel of all
+            # rows, it got none on one rank until that kernel ended. On the other rank it held some meanwhile,
+            # so their share of the work tiles came late: both passes took 15.3 instead of 12.9 ms.
+            begin = partial(attend_rows, out, lse, q, own_keys, own_values, first, scores, sink)
+            coming = gather([k, v], begin)
+            attend_rows(out, lse, q, own_keys, own_values, rest, scores, sink)
             keys, values = coming.arrive()
             attend_rows(out, lse, q, keys, values, others, scores, sink)
         else:
+            coming = gather([k, v])
             state = State(q, v.shape[-1], scores, sink)
             state.attend(own_keys, own_values, own)
             keys, values = coming.arrive()
             state.attend(keys, values, others)
             out, lse = state.finish()
-        kept = (keys, values) if self._needs.few else ()
-        return Forward(out, lse, (q, k, v, out, lse, *kept))
+        ranges = self._needs.halo_ranges(self._rank)
+        halo = [at_ranges(ranges, x) for x in (keys, values)] if self._needs.few else []
+        return Forward(out, lse, (q, k, v, out, lse, *halo))
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
     ) -> Gradients:
-        q, k, v, out, lse, *kept = saved
-        rows = Saved(q, dout, dlse, out, lse, self.shards.scores)
+        q, k, v, out, lse, *halo = saved
+        shards, needs, exchange = self.shards, self._needs, self._exchange
+        rows = of_own = Saved(q, dout, dlse, out, lse, shards.scores)
         dq, dk_own, dv_own = (Total(t, rows.dtype) for t in (q, k, v))
-        own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
+        own, others = needs.own(self._rank), needs.gathered(self._rank)
+        if halo:
+            # All of a rank's queries in one call over its own keys: only the halo's rows of its gradients
+            # are summed, so the kernel rounds.
+            own, others = shards.pair(self._rank, self._rank), needs.halo(self._rank)
+            of_own = replace(rows, partial=shards.keys_shared or not covers(own, q, k))
 
         def over_own_keys() -> None:
             keys, values = (at_ranges(own.ranges, x) for x in (k, v))
-            parts = [Total(of, rows.dtype) for of in (keys, values)]
-            rows.differentiate(keys, values, own, dq, *parts)
+            parts = [Total(of, of_own.dtype) for of in (keys, values)]
+            of_own.differentiate(keys, values, own, dq, *parts)
             add_at_ranges(own.ranges, [part.value() for part in parts], (dk_own, dv_own))
 
-        coming = None if kept else self._exchange.gather([k, v])
-        if coming is not None:
+        if halo:
+            keys, values = halo
+        else:
+            coming = exchange.gather([k, v])
             over_own_keys()
-        keys, values = kept if coming is None else coming.arrive()
+            keys, values = coming.arrive()
         dk, dv = (Total(t, rows.dtype) for t in (keys, values))
         rows.differentiate(keys, values, others, dq, dk, dv)
         of_others = [dk.value(), dv.value()]
-        returning = self._exchange.give_back(of_others, [k, v])
-        if coming is None:
+        returning = exchange.give_back(of_others, [k, v], Part.of_halo if halo else Part.of_gathered)
+        if halo:  # while the gradients return
             over_own_keys()
-        self._exchange.add_up(of_others, returning, [dk_own, dv_own])
-        dtypes = [rows.dtype if self.shards.keys_shared else x.dtype for x in (k, v)]
+        exchange.add_up([] if halo else of_others, returning, [dk_own, dv_own])
+        dtypes = [rows.dtype if shards.keys_shared else x.dtype for x in (k, v)]
         dk_sum, dv_sum = (of.rounded(to) for of, to in zip((dk_own, dv_own), dtypes, strict=True))
         return Gradients(dq.rounded(q.dtype), dk_sum, dv_sum, rows.sink_gradient(sink))
 

@@ -25,7 +25,7 @@ from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
 from flashtile.parallel.attend import Total, wide
 from flashtile.parallel.blocks import Mask, Pair, Ranges, union
-from flashtile.parallel.gather import Exchange, Needs, OfRanks
+from flashtile.parallel.gather import Exchange, Needs, OfRanks, Part
 from flashtile.parallel.layout import pieces_of, positions, tokens_of
 from flashtile.parallel.ranks import TIMEOUT, Ranks, ranks_of
 from flashtile.problems.common import UNLIMITED
@@ -195,7 +195,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         gradients, like = [in_memory(dk), in_memory(dv)], ctx.like
-        returning = ctx.exchange.give_back(gradients, like)
+        returning = ctx.exchange.give_back(gradients, like, Part.of_gathered)
         sums = [Total(t, wide(t.dtype)) for t in like]
         # Copies, because a sum may be written into the memory of its parts.
         ctx.exchange.add_up([t.to(wide(t.dtype), copy=True) for t in gradients], returning, sums)

@@ -12,7 +12,7 @@ import ast
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -69,17 +69,30 @@ class Ranks:
         self._round = 0
         self._agreed: dict[str, dict[str, tuple[Any, ...]]] = {}
 
-    def post(self, sent: Sequence[Message], received: Sequence[Message], timeout: float) -> Pending:
-        """Start sending and receiving messages, and return them as Pending. Empty messages are left out."""
+    def post(
+        self,
+        sent: Sequence[Message],
+        received: Sequence[Message],
+        timeout: float,
+        before: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Start sending and receiving messages, and return them as Pending. Empty messages are left out.
+
+        ``before`` is called first. On a GPU, messages do not wait for the kernels that it launches.
+        """
         operations, peers = [], []
         for kind, messages in ((dist.isend, sent), (dist.irecv, received)):
             for peer, buffer in messages:
                 if buffer.numel():
                     operations.append(dist.P2POp(kind, buffer, self._global[peer], self.group))
                     peers.append(peer)
+        aside = _aside(operations[0].tensor.device) if operations and before else contextlib.nullcontext()
+        if before is not None:
+            before()
         if not operations:
             return Pending(self, [], (), timeout)
-        works = self._run(lambda: dist.batch_isend_irecv(operations), peers, timeout)
+        with aside:
+            works = self._run(lambda: dist.batch_isend_irecv(operations), peers, timeout)
         # NCCL returns one work object for the whole batch.
         named = peers if len(works) == len(peers) else peers[:1] * len(works)
         return Pending(self, list(zip(named, works, strict=True)), (*sent, *received), timeout)
@@ -263,6 +276,19 @@ def check_mesh(group: Any, mesh: Any) -> None:
         )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh must contain this rank, got a mesh of other ranks")
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _aside(device: torch.device) -> Any:
+    """Return the context of a stream that waits for the work that the current stream of a GPU has so far."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    _streams[device].wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(_streams[device])
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]

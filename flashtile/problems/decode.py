@@ -172,6 +172,15 @@ class DecodeProblem(Masking, Results):
     softmax_max_by_head: bool = False  # a tensor holds one softmax_max per head instead
     qv: bool = False  # scores include the products of qv and v
 
+    @property
+    def mixed(self) -> bool:
+        """Whether sequences have less than half as many query tokens in the mean as the longest has.
+
+        A serving step is mixed: chunks of prompts, and single tokens of more sequences. A chunk and the token
+        of one other sequence are not.
+        """
+        return 2 * self.total_q < self.batch * self.seqlen_q
+
     @classmethod
     def from_tensors(
         cls, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions

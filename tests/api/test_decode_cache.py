@@ -13,6 +13,7 @@ import torch
 import flashtile
 from cases import BF16, FP16, FP32, FP64
 from flashtile import testing
+from flashtile.checks.conversions import as_masking
 from flashtile.operators.decode import SharedKeys, attend_shared, decode
 from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions
 from flashtile.problems.masking import CAUSAL, EVERYTHING
@@ -251,6 +252,33 @@ def test_levels_of_shared_keys_change_no_result(target, on, tree, ragged, dtype)
     plain = reference.attention_with_kvcache(*cache, **arguments)
     sums = torch.finfo(lse.dtype).eps * float(v_cache.nan_to_num(0.0).abs().max())
     comparison = testing.compare("out", out, exact[0], plain[0], noise=(sums, sums))
+    assert comparison.holds, str(comparison)
+    near(lse.double(), exact[1], 1e-12 if dtype == FP64 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
+def test_shared_keys_begin_where_a_window_begins(target, on, dtype):
+    """The first level has a first key, and the sequences' own keys are within the window as well."""
+    skip_unless_taken(target, dtype)
+    k_cache, v_cache = pool(30, 4, dtype)
+    table = torch.randperm(30)[:24].view(3, 8).int()
+    table[:2, :4] = table[0, :4].clone()
+    q = testing.random_tensor((3, 1, HEADS, D), dtype, target.device, seed=9)
+    arguments = {
+        "cache_seqlens": int32(27, 27, 31), "block_table": table, "causal": True, "window_size": (20, -1),
+        "sink": torch.randn(HEADS),
+    }  # fmt: skip
+    level = SharedKeys(table[int32(0, 2, 2)], int32(16, 0, 0), int32(6, 0, 0), int32(0, 2, 3, 3), 3)
+    own = CacheTensors(
+        **{name: arguments[name] for name in ("cache_seqlens", "block_table", "sink")},
+        cache_leftpad=int32(16, 16, 0),
+    )
+    options = DecodeOptions(backend=on["backend"], masking=as_masking(True, (20, -1)))
+    cache = q, k_cache, v_cache
+    out, lse = decode(cache, attend_shared(cache, own, options, [level]), options, ())
+    exact = reference.attention_with_kvcache(*cache, upcast=FP64, **arguments)
+    plain = reference.attention_with_kvcache(*cache, **arguments)
+    comparison = testing.compare("out", out, exact[0], plain[0])
     assert comparison.holds, str(comparison)
     near(lse.double(), exact[1], 1e-12 if dtype == FP64 else 2e-5)
 

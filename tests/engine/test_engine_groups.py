@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from engine_models import VOCABULARY, folder, load
 
 from flashtile.backends.cpu import decode as cpu_decode
 from flashtile.engine import BeamSearchParams, SamplingParams, groups, model, runner
+from flashtile.engine import llm as llm_module
 from flashtile.engine.groups import Cascade, Group, PrefixGroups, common_blocks, numbers_of_levels
 from flashtile.engine.scheduler import Entry
 from flashtile.kv_cache import BlockManager
@@ -24,7 +26,7 @@ SIZE = 4
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch):
     """Let every common block be worth a group."""
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 1)
 
 
 class Tables:
@@ -83,6 +85,12 @@ class Tables:
         return entries
 
 
+def grouped(finder: PrefixGroups, entries: list[Entry]) -> tuple[list[Entry], Cascade | None]:
+    """The entries in order, and the groups of layers without a window."""
+    ordered, cascades = finder(entries)
+    return ordered, next((one for one, windows in cascades.items() if -1 in windows), None)
+
+
 def shared_blocks(tables: list[list[int]]) -> int:
     """Number of blocks that all of these tables begin with."""
     equal = (len(set(column)) == 1 for column in zip(*tables, strict=False))
@@ -116,11 +124,11 @@ def most_saved(tables: list[list[int]], levels: int) -> int:
 def test_groups_of_random_tables_save_the_most_that_is_possible(seed, monkeypatch):
     """Each level must save as many more tokens than fewer levels as was asked for."""
     world, saved = Tables(seed), []
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least := (1, 1, 6, 12, 17, 24)[seed])
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", least := (1, 1, 6, 12, 17, 24)[seed])
     for _ in range(150):
         world.change()
         entries = world.step()
-        ordered, cascade = world.groups(entries)
+        ordered, cascade = grouped(world.groups, entries)
         assert sorted(map(id, ordered)) == sorted(map(id, entries))
         tables = [
             world.manager.blocks(entry.sequence.block_sequence)[
@@ -157,12 +165,58 @@ def test_levels_that_save_too_little_are_left_out(monkeypatch):
         for sequence, number in zip(sequences, numbers, strict=True)
     ]
     for least, levels in ((8, 2), (9, 1), (32, 1), (33, 0)):
-        monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least)
-        _, cascade = PrefixGroups(manager)(entries)
+        monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 3 * least - 1)
+        _, cascade = grouped(PrefixGroups(manager, token_bytes=3), entries)
         assert (0 if cascade is None else len(cascade.levels)) == levels, least
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 1)
+    # A long chunk is in no group, and comes last.
     long = entries[0]._replace(num_tokens=groups.MAX_NEW_TOKENS + 1)
-    assert PrefixGroups(manager)([long, *entries[1:]]) == ([long, *entries[1:]], None)
+    ordered, cascade = grouped(PrefixGroups(manager), [long, *entries[1:]])
+    assert ordered[-1] is long
+    assert cascade is not None
+    assert cascade.levels[0] == (Group(0, 4, 0, 8),)
+
+
+def visible_keys(entry: Entry, window: int) -> list[set[int]]:
+    """The keys that each new token of a sequence sees."""
+    return [
+        set(range(max(0, at - window), at + 1)) for at in range(entry.start, entry.start + entry.num_tokens)
+    ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(4))
+def test_with_a_window_each_query_reads_what_it_sees_and_nothing_twice(seed):
+    """Groups must have no key that a query does not see, and leave no gap before the others."""
+    draw, clipped = random.Random(seed), 0
+    for _ in range(300):
+        count = draw.randrange(2, 7)
+        start = draw.randrange(20, 40)
+        entries = [
+            Entry(None, start + draw.choice((0, 0, 0, draw.randrange(9))), draw.choice((1, 1, 1, 3)), 0, ())
+            for _ in range(count)
+        ]
+        outer = Group(draw.randrange(count - 1), count, 0, draw.randrange(1, 18))
+        inner = Group(outer.start, draw.randrange(outer.start + 1, count + 1), outer.end, 19)
+        whole, window = Cascade(((outer,), (inner,)), 0), draw.randrange(12, 50)
+        found = whole.within(window, entries, 1)
+        for i, entry in enumerate(entries):
+            own = 0
+            read: list[int] = []
+            for level in () if found is None else found.levels:
+                for begin, stop, first, end in level:
+                    if begin <= i < stop:
+                        read += range(first, end)
+                        own = end
+            for seen in visible_keys(entry, window):
+                assert sorted(read + [key for key in seen if key >= own]) == sorted(seen)
+        if found is None or found is whole:
+            continue
+        assert found.saved == sum(
+            (g.stop - g.start - 1) * (g.end - g.first) for one in found.levels for g in one
+        )
+        clipped += 1
+    assert clipped > 10
 
 
 def test_numbers_of_a_step_are_padded_to_its_batch():
@@ -206,7 +260,29 @@ ENGINES = {
     "chunks": ("llama3", {"max_num_batched_tokens": 16, "max_num_seqs": 12}),
     "recomputed": ("qwen3", LITTLE_MEMORY),
     "swapped": ("llama3", {**LITTLE_MEMORY, "swap_space": 0.001}),
+    "chunks apart": ("llama3", {"max_num_batched_tokens": 24, "max_num_seqs": 12}),
+    "chunks apart, guesses": (
+        "qwen3",
+        {
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 12,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        },
+    ),
+    "chunks apart, a draft model with a window": (
+        "llama3",
+        {
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 12,
+            "speculative_config": {**DRAFT, "model": "gemma2"},
+        },
+    ),
+    "chunks apart, a window": ("gemma2", {"max_num_batched_tokens": 24, "max_num_seqs": 12}),
     "some layers have a window": ("gemma2", {}),
+    "some layers have a long window": ("gemma2", {"window": 64}),
+    "all layers have a window": ("mistral", {}),
+    "all layers have a long window": ("mistral", {"window": 24}),
+    "windows, swapped": ("phi3", {**LITTLE_MEMORY, "swap_space": 0.001}),
     "sinks and experts": ("gpt_oss", {}),
     "an fp8 cache": ("llama3", {"kv_cache_dtype": "fp8"}),
     "prompt lookup": ("qwen2", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
@@ -219,6 +295,13 @@ ENGINES = {
 def with_groups(monkeypatch, name: str, options: dict, captured: bool = False):
     """An engine with groups. ``captured``: its steps are padded, as for CUDA graphs, and computed again."""
     options = {"block_size": SIZE, **options}
+    if (window := options.pop("window", None)) is not None:
+        read = llm_module.read_config
+        monkeypatch.setattr(
+            llm_module, "read_config", lambda path: (
+                replace(c := read(path), windows=tuple(window if one >= 0 else one for one in c.windows))
+            ),
+        )  # fmt: skip
     if (draft := options.get("speculative_config", {}).get("model")) is not None:
         options["speculative_config"] = {**options["speculative_config"], "model": folder(draft)}
     engines = [load(name, **options, cascade_attention=wanted) for wanted in (True, False)]
@@ -230,13 +313,19 @@ def with_groups(monkeypatch, name: str, options: dict, captured: bool = False):
     return engines
 
 
-def levels_used(monkeypatch) -> set[int]:
-    """The numbers of levels of the attention calls that follow, of layers without a window."""
-    used: set[int] = set()
+def noted(results: list, function, *arguments):
+    """The result of a function, which is also appended to a list."""
+    results.append(function(*arguments))
+    return results[-1]
+
+
+def levels_used(monkeypatch) -> dict[int, set[int]]:
+    """The numbers of levels of the attention calls that follow, by the window of the layer."""
+    used: dict[int, set[int]] = {}
     cascade = model.cascade_with_kvcache
 
     def attend(*tensors, levels, **options):
-        used.add(len(levels))
+        used.setdefault(options.get("window_size", (-1, -1))[0], set()).add(len(levels))
         return cascade(*tensors, levels=levels, **options)
 
     monkeypatch.setattr(model, "cascade_with_kvcache", attend)
@@ -259,6 +348,12 @@ def test_answers_in_groups_are_those_without(name, captured, monkeypatch):
     """Greedy and sampled, of several answers for each prompt, some of which end earlier."""
     used = levels_used(monkeypatch)
     llm, plain = with_groups(monkeypatch, *ENGINES[name], captured)
+    forms: list[tuple[runner.Form, bool]] = []
+    if "apart" in name:
+        for module in (groups, runner):
+            monkeypatch.setattr(module, "MAX_NEW_TOKENS", 6)
+        form_of = llm.engine.runner._form
+        monkeypatch.setattr(llm.engine.runner, "_form", functools.partial(noted, forms, form_of))
     params = [
         SamplingParams(n=1 + i % 3, temperature=0.7 * (i % 2), seed=i, max_tokens=LENGTH - i, logprobs=1)
         for i in range(len(NESTED))
@@ -269,19 +364,39 @@ def test_answers_in_groups_are_those_without(name, captured, monkeypatch):
             assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
             for one, other in zip(output.outputs, wanted.outputs, strict=True):
                 assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+    windows = set(llm.model_config.windows)
+    assert used.keys() == windows
     # Prompts of one step share blocks only if an earlier step has cached them.
-    assert used == {1, 2} if llm.engine.scheduler.prefix_caching else {1}
+    if -1 in windows:
+        assert used[-1] == ({1, 2} if llm.engine.scheduler.prefix_caching else {1})
+    assert ("apart" in name) == any(form.few is not None for form, _ in forms)
     stats = llm.get_metrics()
     assert 0 < stats.kv_reads_saved < stats.kv_reads
     assert plain.get_metrics().kv_reads == 0
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
     assert manager.sequences == ()
-    if name in ("recomputed", "swapped"):
+    if "num_gpu_blocks_override" in ENGINES[name][1]:
         assert stats.num_preemptions > 0
     if captured:
-        assert {len(form.levels) for form in llm.engine.runner.graphs} >= used
-        assert {len(form.levels) for form in plain.engine.runner.graphs} == {0}
+        captured_levels = {
+            (window, len(longest))
+            for form in llm.engine.runner.graphs
+            for windows, longest in form.levels
+            for window in windows
+        }
+        assert captured_levels >= {(-1, levels) for levels in used.get(-1, ())}
+        assert {window for window, _ in captured_levels} == windows
+        assert not any(form.levels for form in plain.engine.runner.graphs)
+
+
+def test_groups_are_the_default_where_bits_may_depend_on_the_batch():
+    for options, has_groups in (
+        ({}, True),
+        ({"cascade_attention": False}, False),
+        ({"batch_invariant": True}, False),
+    ):
+        assert (load("llama3", **options).engine.scheduler.groups is not None) == has_groups
 
 
 def test_beams_in_groups_are_those_without(monkeypatch):
@@ -291,7 +406,7 @@ def test_beams_in_groups_are_those_without(monkeypatch):
         outputs, expected = (one.beam_search(NESTED[:4], BeamSearchParams(3, LENGTH)) for one in (llm, plain))
         for output, wanted in zip(outputs, expected, strict=True):
             assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
-    assert used == {1, 2}
+    assert used == {-1: {1, 2}}
 
 
 def test_common_blocks_are_read_once_in_a_step(monkeypatch):
@@ -307,7 +422,8 @@ def test_common_blocks_are_read_once_in_a_step(monkeypatch):
     def launched(schedule):
         shared = {
             table.entries[schedule.entries[group.start].row * table.max_blocks + at // SIZE]
-            for level in (() if schedule.cascade is None else schedule.cascade.levels)
+            for cascade in schedule.cascades
+            for level in cascade.levels
             for group in level
             for at in range(group.first, group.end, SIZE)
         }

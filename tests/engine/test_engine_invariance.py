@@ -14,6 +14,8 @@ from engine_models import MODELS, VOCABULARY, folder, load, transformers_model
 from flashtile.backends.cpu import decode as cpu_decode
 from flashtile.backends.cpu import linear as cpu_linear
 from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import llm as llm_module
+from flashtile.engine.model import Attention
 from flashtile.engine.outputs import RequestOutput
 
 ALONE: dict[str, Any] = {
@@ -30,6 +32,14 @@ ENGINES: list[dict[str, Any]] = [
      "swap_space": 0.01},
 ]  # fmt: skip
 """Short chunks with preemption and found prefixes, guesses, overlap of steps, swapping."""
+
+
+def drafted(name: str) -> dict[str, Any]:
+    """An engine with a draft model, the model itself: many of its guesses are accepted."""
+    config = {"model": folder(name), "num_speculative_tokens": 3}
+    return {"max_num_seqs": 8, "max_num_batched_tokens": 40, "speculative_config": config}
+
+
 PLAIN = ("llama3", "gemma2", "olmo2", "gpt_oss")
 """Biases, windows, caps, GELU, norms of all heads, sinks, experts."""
 
@@ -98,7 +108,12 @@ def vocabulary(entry: Any) -> list[float]:
 
 def compared(name: str, count: int, engines: list[dict[str, Any]], **options: Any) -> Requests:
     requests = Requests(name, count, **options)
-    stats = [requests.compare(settings).get_metrics() for settings in engines]
+    stats = []
+    for settings in engines:
+        llm = requests.compare(settings)
+        stats.append(llm.get_metrics())
+        if "model" in settings.get("speculative_config", {}):
+            assert llm.engine.num_guessed_tokens > 0
     if len(engines) > 1:
         assert sum(one.prefix_hits for one in stats) > 0
         assert sum(one.num_preemptions for one in stats) > 0 or "sliding_window" in MODELS[name]
@@ -108,7 +123,7 @@ def compared(name: str, count: int, engines: list[dict[str, Any]], **options: An
 @pytest.mark.parametrize("name", PLAIN)
 def test_bits_do_not_depend_on_the_batch(name):
     """Chunks, order, preemption, found prefixes, guesses, forks, and scores of whole sequences."""
-    requests = compared(name, 4, ENGINES[:2])
+    requests = compared(name, 4, [*ENGINES[:2], drafted(name)])
     assert requests.compared > 10_000
     assert requests.differing == 0
 
@@ -117,8 +132,8 @@ def test_bits_do_not_depend_on_the_batch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_of_many_requests_do_not_depend_on_the_batch(name):
-    requests = compared(name, 8, ENGINES)
-    assert requests.compared > 80_000  # in 13 families more than 10^6
+    requests = compared(name, 8, [*ENGINES, drafted(name)])
+    assert requests.compared > 100_000  # in 13 families more than 10^6
     assert requests.differing == 0
 
 
@@ -127,8 +142,8 @@ def test_bits_of_many_requests_do_not_depend_on_the_batch(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_of_a_gpu_do_not_depend_on_the_batch(name, dtype):
     """With CUDA graphs and without, in addition to the differences on a CPU."""
-    requests = compared(name, 8, ENGINES, device="cuda", dtype=dtype)
-    assert requests.compared > 80_000
+    requests = compared(name, 8, [*ENGINES, drafted(name)], device="cuda", dtype=dtype)
+    assert requests.compared > 100_000
     assert requests.differing == 0
 
 
@@ -148,17 +163,38 @@ def one_product(problem, x, weight, given):
     return cpu_linear._linear(replace(problem, invariant=False), x, weight, given)
 
 
+def shared_tiles(span, size, split=cpu_decode.split):
+    return split(span, max(size, 8))
+
+
+def fused_append(self, *given, append=Attention._append_few):
+    self.qkv.invariant = False
+    try:
+        return append(self, *given)
+    finally:
+        self.qkv.invariant = True
+
+
+def usual_attention_of_guesses(self, step, options=Attention._options):
+    return options(self, step) | {"invariant": step.slots is None}
+
+
 @pytest.mark.parametrize(
-    ("module", "function", "planted"),
+    ("where", "function", "planted", "engine"),
     [
-        (cpu_linear, "_invariant", one_product),
-        (cpu_decode, "split", lambda span, size, split=cpu_decode.split: split(span, max(size, 8))),
+        (cpu_linear, "_invariant", one_product, ENGINES[0]),
+        (cpu_decode, "split", shared_tiles, ENGINES[0]),
+        (Attention, "_append_few", fused_append, ENGINES[0]),
+        (Attention, "_options", usual_attention_of_guesses, None),
     ],
-    ids=["products of all rows", "queries that share tiles"],
+    ids=["products of all rows", "queries that share tiles", "keys of single tokens", "guesses"],
 )
-def test_a_dependence_on_the_batch_is_noticed(module, function, planted, monkeypatch):
-    monkeypatch.setattr(module, function, planted)
-    assert compared("llama3", 4, ENGINES[:1]).differing > 0
+def test_a_dependence_on_the_batch_is_noticed(where, function, planted, engine, monkeypatch):
+    """The last one by an engine with guesses only."""
+    monkeypatch.setattr(where, function, planted)
+    if engine is None:
+        assert compared("llama3", 4, ENGINES[:1]).differing == 0
+    assert compared("llama3", 4, [engine or drafted("llama3")]).differing > 0
 
 
 def test_scores_are_those_of_transformers():
@@ -191,5 +227,19 @@ def test_what_cannot_be_scored_is_refused():
 def test_what_adds_in_other_orders_is_refused(options, name):
     if name == "tree_width":
         options["speculative_config"]["model"] = folder("llama3")
-    with pytest.raises(NotImplementedError, match=name):
+    with pytest.raises(NotImplementedError, match=rf"^{name} must be .* with batch_invariant, got (True|2)$"):
         load("llama3", batch_invariant=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "needed", "got"),
+    [
+        (torch.float32, 128, "dtype must be bfloat16 or float16", torch.float32),
+        (torch.float16, 121, "vocab_size must be a multiple of 8", 121),
+    ],
+    ids=["dtype", "vocabulary"],
+)
+def test_what_only_a_gpu_adds_in_other_orders_is_refused(dtype, vocab_size, needed, got):
+    with pytest.raises(NotImplementedError, match=f"^{needed} on a GPU with batch_invariant, got {got}$"):
+        llm_module._check_invariant(False, 1, 1, dtype, vocab_size)
+    llm_module._check_invariant(False, 1, 1, None, vocab_size)  # a CPU

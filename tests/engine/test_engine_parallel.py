@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from engine_models import VOCABULARY, folder, folder_with_pairs, greedy, prompts
+from safetensors.torch import load_file
 
 from flashtile.engine import LLM, SamplingParams, groups, parallel
 from flashtile.engine.parallel import ProcessRanks, Ranks, broadcast_changes, end_repeating, repeat_changes
@@ -17,6 +20,8 @@ from flashtile.engine.parallel import ProcessRanks, Ranks, broadcast_changes, en
 LENGTH = 10
 FAMILIES = ("llama2", "llama3", "gemma2", "olmo2", "phi3", "mixtral", "gpt_oss")
 """Every way in which weights are divided."""
+UPDATED = ("phi3", "gpt_oss")
+"""Families whose weights replace random ones: joined matrices, and stacked experts with biases."""
 PATTERN = "[a-f]{4}(g|hi|jkl){3}"
 STRUCTURED = SamplingParams(structured_outputs={"regex": PATTERN}, max_tokens=30, seed=1)
 
@@ -27,16 +32,17 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     answers, pairs = {}, folders.pop("pairs")
     params = SamplingParams(temperature=0, max_tokens=LENGTH, n=2)
-    groups.MIN_SAVED_TOKENS = 1
+    groups.MIN_SAVED_BYTES = 1
     for name, path in folders.items():
         llm = LLM(
             path, device="cpu", skip_tokenizer_init=True, tensor_parallel_size=world, block_size=4,
-            cascade_attention=True,
+            load_format="dummy" if name in UPDATED else "auto",
         )  # fmt: skip
+        if name in UPDATED:  # every process gives the whole weights
+            llm.update_weights(load_file(f"{path}/model.safetensors"))
         assert llm.engine.runner.memory.k.shape[3] == llm.model_config.num_kv_heads // world
         answers[name] = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
-        has_groups = min(llm.model_config.windows) < 0
-        assert (llm.get_metrics().kv_reads_saved > 0) == has_groups
+        assert llm.get_metrics().kv_reads_saved > 0
     guesses = {"model": folders["llama2"], "num_speculative_tokens": 3, "tree_width": 2}
     llm = LLM(
         folders["llama3"], device="cpu", skip_tokenizer_init=True, tensor_parallel_size=world, block_size=4,
@@ -46,7 +52,9 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
     structured = LLM(pairs, load_format="dummy", device="cpu", tensor_parallel_size=world)
     if rank:
         repeat_changes(structured.engine)
-        repeat_changes(llm.engine)
+        with mock.patch.object(llm.engine, "sleep", wraps=llm.engine.sleep) as slept:
+            repeat_changes(llm.engine)
+        slept.assert_called_once_with(2)
     else:
         broadcast_changes(structured.engine)
         answers["pairs"] = [one.outputs[0].text for one in structured.generate(["one", "two"], STRUCTURED)]
@@ -57,6 +65,14 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
         llm.engine.abort("aborted")
         answers["drafted"] = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
         llm.reset_prefix_cache()
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        with contextlib.suppress(ValueError):  # refused here, so the other process does not hear of it
+            llm.update_weights(folders["gemma2"])
+        llm.update_weights(folders["llama3"])
+        llm.wake_up()
+        again = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
+        assert again == answers["drafted"]
         end_repeating(llm.engine)
     assert llm.engine.requests == structured.engine.requests == {}
     ranks = ProcessRanks(world, torch.device("cpu"))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile.engine import BeamSearchParams, SamplingParams, adjust
+from flashtile.engine import runner as runner_module
 from flashtile.engine.device import on_device
 from flashtile.engine.request import Request, Sequence
 from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, stream_seed
@@ -392,3 +393,20 @@ def test_log_probabilities_are_of_the_model_or_of_the_draw():
     assert tokens[1] == [7] * 4
     with pytest.raises(ValueError, match="logprobs_mode must be one of raw_logprobs, processed"):
         load("llama3", logprobs_mode="raw")
+
+
+def test_a_drawn_token_has_a_log_probability_after_the_filters(monkeypatch):
+    """A kernel that adds in another order may keep a token at the edge of top_p that torch's sum drops."""
+
+    def edge(logits, *given):
+        second = logits.topk(2).indices[:, 1]
+        return second, logits.gather(1, second[:, None])[:, 0]
+
+    monkeypatch.setattr(runner_module, "choose", edge)
+    for mode in ("processed_logprobs", "processed_logits"):
+        params = SamplingParams(top_k=1, max_tokens=2, logprobs=2)
+        (output,) = load("llama3", logprobs_mode=mode).generate(prompts()[0], params)
+        answer = output.outputs[0]
+        for token, found in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert -100 < found[token].logprob < 100
+            assert found[token].rank == 2

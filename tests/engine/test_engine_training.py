@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from engine_models import folder, load, prompts, transformers_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from flashtile.engine import runner as runner_module
 from flashtile.engine.weights import given_weights
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=1)
@@ -21,6 +23,13 @@ NAMES = ["llama2", "gemma3", "olmo2", "qwen3_moe", "gpt_oss"]
 def answers(llm: LLM) -> list[tuple[list[int], float]]:
     outputs = [output.outputs[0] for output in llm.generate(prompts(), PARAMS)]
     return [(output.token_ids, output.cumulative_logprob) for output in outputs]
+
+
+def with_attribute(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor with an attribute of a DTensor's."""
+    found = tensor.clone()
+    setattr(found, name, None)
+    return found
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:
@@ -64,6 +73,7 @@ def test_wrong_weights_are_refused_before_anything_changes(subtests):
         ({**good, norm: good[norm].int()}, TypeError, "floating-point tensors, got torch.int32"),
         ({**good, norm: [1.0] * 64}, TypeError, "floating-point tensors, got list"),
         ([*good.items(), (norm, good[norm])], ValueError, f"once, got '{norm}' twice"),
+        ({**good, norm: with_attribute(good[norm], "full_tensor")}, TypeError, f"call {norm}.full_tensor"),
         (None, TypeError, "named_tensors must be a dict or .name, tensor. pairs, got None"),
         ([norm], TypeError, "named_tensors must be a dict or .name, tensor. pairs, got 'model.norm"),
         (folder("qwen3"), ValueError, "weight that llama does not have"),
@@ -113,7 +123,7 @@ def test_a_draft_model_sleeps_as_well():
     expected = answers(llm)
     llm.sleep(2)
     llm.wake_up()
-    with pytest.raises(ValueError, match=r"update_weights, after sleep\(level=2\), must be called"):
+    with pytest.raises(ValueError, match="update_weights must be called before requests"):
         answers(llm)
     llm.update_weights(folder("llama3"))
     guessed = llm.engine.num_guessed_tokens
@@ -140,3 +150,138 @@ def test_sleep_is_refused_in_the_wrong_moment():
     for tags in ("weights", ["cache"], [1]):
         with pytest.raises(ValueError, match=r"tags must be a list"):
             llm.wake_up(tags)
+
+
+def test_an_answer_that_ended_early_leaves_nothing_unfinished():
+    """With steps that overlap, the next step was launched before the token that ends the answer was read."""
+    llm = load("llama3", block_size=4, async_scheduling=True)
+    (output,) = llm.generate(prompts()[0], PARAMS)
+    ends = replace(PARAMS, stop_token_ids=[output.outputs[0].token_ids[2]])
+    for change in (lambda: llm.update_weights(folder("llama3")), llm.sleep):
+        llm.generate(prompts()[0], ends)
+        assert llm.engine.has_unfinished, "no step is in flight: the test shows nothing"
+        change()
+        llm.wake_up()
+        assert llm.generate(prompts()[0], PARAMS)[0].outputs == output.outputs
+
+
+def test_weights_that_fail_half_way_are_not_used():
+    llm, good = load("llama3", block_size=4), weights_of("llama3")
+    expected, norm = answers(llm), "model.norm.weight"
+    changed = {name: tensor + 1 for name, tensor in good.items()}
+    with pytest.raises(NotImplementedError):
+        llm.update_weights({**changed, norm: good[norm].to("meta")})  # has no numbers to copy
+    with pytest.raises(ValueError, match="update_weights must be called before requests"):
+        answers(llm)
+    llm.update_weights(good)
+    assert answers(llm) == expected
+
+
+def test_weights_that_were_dropped_stay_dropped():
+    llm = load("llama3", block_size=4)
+    llm.sleep(2)
+    llm.wake_up()
+    llm.sleep(1)
+    llm.wake_up()
+    with pytest.raises(ValueError, match="update_weights must be called before requests"):
+        answers(llm)
+
+
+@pytest.mark.parametrize("failing", [1, 3, 9])
+def test_an_engine_wakes_up_when_there_is_memory_again(failing, monkeypatch):
+    """Which allocation fails first: one of the cache, or of the weights of one of two models."""
+    config = {"model": folder("llama2"), "num_speculative_tokens": 3}
+    llm = load("llama3", block_size=4, speculative_config=config)
+    expected, zeros, calls = answers(llm), torch.zeros, []
+    llm.sleep()
+
+    def full(*args, **options):
+        calls.append(args)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("full")
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        llm.wake_up()
+    with pytest.raises(ValueError, match="wake_up must be called"):
+        answers(llm)
+    llm.wake_up()
+    assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_an_engine_that_cannot_keep_its_weights_wakes_up(failing, monkeypatch):
+    config = {"model": folder("llama2"), "num_speculative_tokens": 3}
+    llm = load("llama3", block_size=4, speculative_config=config)
+    expected, freed, calls = answers(llm), runner_module.Freed, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == failing:
+            raise MemoryError("the host is full")
+        return freed(*args)
+
+    monkeypatch.setattr(runner_module, "Freed", full)
+    with pytest.raises(MemoryError):
+        llm.sleep()
+    llm.wake_up()
+    assert answers(llm) == expected
+
+
+def test_a_head_of_its_own_is_refused_where_embeddings_are_tied(tmp_path):
+    """It would be ignored."""
+    llm, weights = load("llama2", block_size=4), weights_of("llama2")
+    expected, head, embedding = answers(llm), "lm_head.weight", weights["model.embed_tokens.weight"]
+    (tmp_path / "config.json").write_bytes((folder("llama2") / "config.json").read_bytes())
+    save_file({**weights, head: embedding + 1}, tmp_path / "model.safetensors")
+    for given in ({**weights, head: embedding + 1}, tmp_path):
+        with pytest.raises(
+            ValueError, match=r"must have the embedding as lm_head\.weight of tied embeddings"
+        ):
+            llm.update_weights(given)
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
+    with pytest.raises(ValueError, match=r"shape \(120, 64\) for 'lm_head.weight', got \(120, 63\)"):
+        llm.update_weights({**weights, head: embedding[:, 1:]})
+    llm.update_weights({**weights, head: embedding.clone()})
+    assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_an_engine_in_its_thread_is_changed_between_requests(overlapped):
+    expected, other = (load("llama3", block_size=4, load_format=kind) for kind in ("auto", "dummy"))
+    llm = load("llama3", block_size=4, load_format="dummy", async_scheduling=overlapped)
+    prompt, params = prompts()[1], SamplingParams(temperature=0, max_tokens=100)
+
+    async def answer(server: AsyncLLM) -> list[int]:
+        return [output async for output in server.generate(prompt, PARAMS, "one")][-1].outputs[0].token_ids
+
+    async def work() -> None:
+        server = AsyncLLM(llm.engine)
+        assert await answer(server) == other.generate(prompt, PARAMS)[0].outputs[0].token_ids
+        stream = await server.add_request("long", prompt, params)
+        for change in (server.sleep(), server.update_weights(folder("llama3"))):
+            with pytest.raises(ValueError, match="must be called without unfinished requests, got 1 of them"):
+                await change
+        assert await server.reset_prefix_cache()
+        await server.abort("long")
+        assert [output async for output in stream][-1].finished
+        await server.sleep(2)
+        assert await server.is_sleeping()
+        with pytest.raises(ValueError, match="wake_up must be called before requests"):
+            await answer(server)
+        await server.wake_up(["weights"])
+        assert await server.is_sleeping()
+        await server.update_weights(weights_of("llama3"))
+        await server.wake_up()
+        assert not await server.is_sleeping()
+        assert await answer(server) == expected.generate(prompt, PARAMS)[0].outputs[0].token_ids
+        assert await server.score(prompt, "score") == expected.score(prompt)[0]
+        with pytest.raises(ValueError, match="prompts must have 2 to max_model_len=128 tokens"):
+            await server.score([1], "short")
+        await server.shutdown(0)
+        with pytest.raises(EngineDeadError):
+            await server.sleep()
+
+    asyncio.run(asyncio.wait_for(work(), 60))

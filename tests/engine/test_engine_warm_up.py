@@ -19,7 +19,7 @@ if INTERPRETING:
 
 from flashtile.backends.portable.linear import kernel
 from flashtile.compilation.calls import Call, calls_of
-from flashtile.engine import LLM, groups, model, runner, sampling
+from flashtile.engine import LLM, groups, model, runner, sampling, step_calls
 from flashtile.engine.device import graph_batch
 from flashtile.engine.llm import _import_kernels, _steps_of
 from flashtile.engine.step_calls import calls_of_all
@@ -43,8 +43,19 @@ CAPTURED = {
     "gpt_oss": ({**EXPERTS, "model_type": "gpt_oss", "head_dim": 64}, False),
     "blocks": ({**DENSE, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128}, True),
     "groups": ({**DENSE, "num_attention_heads": 4, "head_dim": 128}, False),
+    "windows": (
+        {
+            **DENSE,
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 14,
+            "max_window_layers": 1,
+        },
+        False,
+    ),
     "invariant": ({**EXPERTS, "model_type": "mixtral"}, False),
 }
+GROUPED = ("groups", "windows")
 
 
 def kind_of(argument):
@@ -102,12 +113,19 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
     return used
 
 
+def noted(forms: list, form_of, schedule):
+    """The result of :meth:`Runner._form`, whose form is also noted."""
+    form, captured = form_of(schedule)
+    forms.append(form)
+    return form, captured
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "gpt_oss",
         "blocks",
-        "groups",
+        *GROUPED,
         "invariant",
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "mixtral")),
     ],
@@ -123,16 +141,23 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     llm = LLM(
         tmp_path, device="cpu", dtype="bfloat16", load_format="dummy", num_gpu_blocks_override=48,
         block_size=4, max_num_seqs=6, max_num_batched_tokens=20, warmup=False,
-        cascade_attention=name == "groups", batch_invariant=name == "invariant",
+        cascade_attention=name in GROUPED, batch_invariant=name == "invariant",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, remembering() as remembered:
-        patch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+        patch.setattr(groups, "MIN_SAVED_BYTES", 1)
+        for module in (groups, runner, step_calls):
+            patch.setattr(module, "MAX_NEW_TOKENS", 8)
+        forms, form_of = list[runner.Form](), llm.engine.runner._form
+        patch.setattr(llm.engine.runner, "_form", functools.partial(noted, forms, form_of))
         used = as_on_a_gpu(llm, patch)
         traffic(llm, 25, EVERY_KIND)
     has_experts = "num_local_experts" in config
     assert {key[0] for key in used} == {"sample_kernel", *["grouped_kernel"] * has_experts}
-    listed = calls_of_all(_steps_of(llm.engine.runner, name == "groups"))
-    assert (llm.get_metrics().kv_reads_saved > 0) == (name == "groups")
+    listed = calls_of_all(_steps_of(llm.engine.runner, name in GROUPED))
+    assert (llm.get_metrics().kv_reads_saved > 0) == (name in GROUPED)
+    levels = {len(form.levels) for form in forms}
+    assert any(form.few is not None for form in forms) == (name in GROUPED)
+    assert levels == {"groups": {0, 1}, "windows": {0, 1, 2}}.get(name, {0})
     assert used - kernels([source for source in listed if not isinstance(source, Call)]) == set()
     assert lacking(calls_of(remembered), listed)[0] == set()
 

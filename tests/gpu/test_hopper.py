@@ -131,6 +131,18 @@ def test_groups_in_one_tile(heads_q: int, seqlen_q: int) -> None:
     everything.inputs("cuda").check(backend="hopper", gradients=False)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries_divide_many_keys(head_dim: int) -> None:
+    """The gradients take the lse of the merged parts."""
+    call = replace(LLAMA, name="divided", batch=2, heads_q=12, heads_kv=2, head_dim=head_dim, causal=True)
+    call = replace(call, seqlen_q=100, seqlen_k=20001)
+    inputs = call.inputs("cuda")
+    assert "forward: hopper, keys divided among programs" in str(explain(call))
+    inputs.check(backend="hopper")
+    everything = replace(call, softcap=8.0, alibi="batch", sink="float32", window_size=(15000, 0))
+    everything.inputs("cuda").check(backend="hopper", gradients=False)
+
+
 @pytest.mark.parametrize("window", [(127, 0), (40, 9), (0, 0)])
 @pytest.mark.parametrize(("heads_q", "heads_kv", "head_dim"), [(64, 8, 64), (16, 2, 128), (4, 1, 256)])
 def test_groups_in_one_tile_of_short_windows(

@@ -247,6 +247,24 @@ def test_explain_is_three_lines_on_a_card():
     assert decoding[0] == f"kernel: decode: portable, tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
 
 
+def test_the_floor_of_packed_sequences_counts_tiles_of_all_heads_that_share_them():
+    """10 tokens of seven heads have two tiles of 64 rows, eight a token, and 55 visible scores a head."""
+    pytest.importorskip("triton")
+    q = torch.empty(10, 14, 64, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 10, "max_seqlen_k": 10}
+    found = flashtile.explain(q, q[:, :2], q[:, :2], causal=True, card=find_card("h200"), **packed)
+    forward, backward = found.floor([10]).splitlines()
+    share = 14 * 55 / (2 * 2 * 64 * 64)
+    assert f"; {share:.0%} of the scores in visited tiles of 64 x 64 are visible" in forward
+    share = 14 * 55 / (14 * 64 * 128)
+    assert f"; {share:.0%} of the scores in visited tiles of 64 x 128 are visible" in backward
+    with pytest.raises(ValueError, match=r"lengths must add up to the call's 10 packed tokens, got 9"):
+        found.floor([9])
+    with pytest.raises(ValueError, match=r"the call's 0 packed tokens, got 10"):
+        flashtile.explain(q[None], q[None], q[None]).floor([10])
+
+
 def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):
     for each in (FORWARD, BACKWARD):
         monkeypatch.setattr(each, "launches", BoundedCache(CACHE_BYTES))

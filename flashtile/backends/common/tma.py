@@ -102,19 +102,34 @@ def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int
     return View(split, _usable(split, split_strides), [1, rows // pack, 1, pack, block_d], dtype)
 
 
-def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
+def ragged_view(
+    shape: tuple,
+    strides: tuple,
+    rows: int,
+    block_d: int,
+    dtype: torch.dtype,
+    pack: int = 1,
+    stored_heads: int = 1,
+) -> View:
     """Return the view of a packed tensor (total, heads, head_dim) whose loads end at the end of a sequence.
 
     A descriptor has one extent for all rows, here 2**30. Row i of a sequence has the coordinate
     ``2**30 - seqlen + i``, which is inside exactly if ``i < seqlen``. Two more dimensions correct the address
     to row ``start + i``. The first has the coordinate 2**30; its stride wraps 64-bit addresses around, so it
     subtracts 2**30 rows. The second has the coordinate ``start + seqlen`` and the stride of a row.
+
+    A block has ``pack`` adjacent heads of ``rows / pack`` tokens. To store only ``stored_heads`` of them, of
+    a contiguous tensor, the fourth dimension has this extent. The second then counts the groups of so many
+    heads in all rows, and its coordinate chooses the group as well. On a card of 144 GB these are fewer than
+    MAX_EXTENT: two heads of 8 columns in q and out, and their lse, take 72 bytes.
     """
     heads, head_dim = shape[-2:]
-    row = _row_stride(shape, strides)
+    row = second = _row_stride(shape, strides)
     _, head, last = _usable(shape[-3:], strides[-3:])
+    if stored_heads > 1:
+        row, second, heads = heads * head, stored_heads * head, stored_heads
     extents = [MAX_EXTENT, MAX_EXTENT, RAGGED_ROWS, heads, head_dim]
-    return View(extents, [2**34 - row, row, row, head, last], [1, 1, rows, 1, block_d], dtype)
+    return View(extents, [2**34 - row, second, row, head, last], [1, 1, rows // pack, pack, block_d], dtype)
 
 
 def rows_between_sequences(k: Tensor) -> int:

@@ -84,9 +84,19 @@ def reason_of_tensors(problem: Problem) -> str | None:
 
 
 def configure_forward(problem: Problem):
+    """Return a ``ForwardConfig``, or a ``DividedConfig`` for few queries on many keys."""
     from flashtile.backends.hopper.forward.config import choose
+    from flashtile.backends.hopper.forward.divided import divided
 
-    return choose(problem)
+    config = choose(problem)
+    return divided(problem, config) or config
+
+
+def heads_of_tile(problem: Problem, config) -> int:
+    """Return the number of query heads of a key head that share a tile of the forward."""
+    from flashtile.backends.hopper.forward.rounds import plan_of
+
+    return plan_of(problem, config).pack
 
 
 def configure_backward(problem: Problem):
@@ -97,9 +107,11 @@ def configure_backward(problem: Problem):
 
 
 def prepare_forward(problem: Problem, config):
+    from flashtile.backends.hopper.forward.divided import DividedConfig, DividedForwardLaunch
     from flashtile.backends.hopper.forward.launch import HopperForwardLaunch
 
-    return HopperForwardLaunch(problem, config)
+    launch = DividedForwardLaunch if isinstance(config, DividedConfig) else HopperForwardLaunch
+    return launch(problem, config)
 
 
 def prepare_backward(problem: Problem, config):

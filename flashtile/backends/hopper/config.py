@@ -79,6 +79,11 @@ def heads_together(group_size: int) -> int:
     return min(group_size & -group_size, WARPGROUP_ROWS)
 
 
+def rows_of_token(heads: int) -> int:
+    """Return the number of rows that a token with ``heads`` heads takes in a tile: a power of two."""
+    return 1 << (heads - 1).bit_length()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModifierFlags:
     """Flags of a kernel variant for modifiers of scores (``modifiers``); by default there are none."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
@@ -14,12 +15,12 @@ from aiohttp import web
 from flashtile.engine.config import IN_VLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.server.answers import ChatCompletions, Completions, complete
-from flashtile.engine.server.errors import ApiError, busy, json_response
+from flashtile.engine.server.errors import ApiError, busy, json_response, refused
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, read_body, request_key
-from flashtile.engine.server.openapi import document
-from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize, wrong
+from flashtile.engine.server.openapi import DEVELOPMENT, document
+from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_folder, read_tokenize, wrong
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
 
@@ -58,6 +59,7 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     add_middlewares(app, listener, service.limits)
     app.on_response_prepare.append(_name_ignored)
 
+    posts = {"/reset_prefix_cache": _reset_prefix_cache}
     calls: dict[str, Call] = {
         "/v1/completions": partial(complete, Completions),
         "/v1/chat/completions": partial(complete, ChatCompletions),
@@ -67,11 +69,18 @@ def make_app(service: Service, listener: Listener) -> web.Application:
         "/v1/models": _models, "/v1/models/{name:.+}": _model, "/health": _health, "/version": _version,
         "/load": _load, "/metrics": _metrics, "/live": _live, "/openapi.json": _openapi,
     }  # fmt: skip
+    absent = {path: f"{name} is not supported{IN_VLLM}" for path, name in UNSERVED.items()}
+    if service.limits.server_dev_mode:
+        calls["/update_weights_from_disk"] = _update_weights
+        gets["/is_sleeping"] = _is_sleeping
+        posts |= {"/sleep": _sleep, "/wake_up": _wake_up}
+    else:
+        absent |= {path: f"{path} is off: start the server with --server-dev-mode" for _, path in DEVELOPMENT}
     app.add_routes(
         [
             *(web.post(path, partial(_call, service, call)) for path, call in calls.items()),
-            web.post("/reset_prefix_cache", partial(_reset_prefix_cache, service)),
-            *(web.post(path, partial(_refuse, name)) for path, name in UNSERVED.items()),
+            *(web.post(path, partial(post, service)) for path, post in posts.items()),
+            *(web.route("*", path, partial(_refuse, text)) for path, text in absent.items()),
             *(web.get(path, partial(get, service)) for path, get in gets.items()),
             web.get("/", partial(_conversation, service)),
             web.get("/docs", partial(_page, _html("docs.html"))),
@@ -105,8 +114,8 @@ async def _call(service: Service, call: Call, request: web.Request) -> web.Strea
         service.body_bytes -= size
 
 
-async def _refuse(name: str, request: web.Request) -> web.StreamResponse:
-    raise ApiError(f"{name} is not supported{IN_VLLM}", status=404, code="unsupported_path")
+async def _refuse(text: str, request: web.Request) -> web.StreamResponse:
+    raise ApiError(text, status=404, code="unsupported_path")
 
 
 async def _name_ignored(request: web.Request, response: web.StreamResponse) -> None:
@@ -146,6 +155,42 @@ async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Res
     return json_response({"blocks": count})
 
 
+async def _sleep(service: Service, request: web.Request) -> web.Response:
+    check_content_type(request)
+    given: dict[str, Any] = {name: int(x) if x.isdecimal() else x for name, x in request.query.items()}
+    with _clients_errors(given):
+        await service.asynchronous.sleep(**given)
+    return await _is_sleeping(service, request)
+
+
+async def _wake_up(service: Service, request: web.Request) -> web.Response:
+    check_content_type(request)
+    given = {name: request.query.getall(name) for name in request.query}
+    with _clients_errors(given):
+        await service.asynchronous.wake_up(**given)
+    return await _is_sleeping(service, request)
+
+
+async def _is_sleeping(service: Service, request: web.Request) -> web.Response:
+    return json_response({"is_sleeping": await service.asynchronous.is_sleeping()})
+
+
+async def _update_weights(request: web.Request, service: Service, body: Body) -> web.Response:
+    folder = read_folder(body)
+    with _clients_errors(body.fields, "model_path"):
+        await service.asynchronous.update_weights(folder)
+    return json_response({"success": True, "message": f"the weights are those of {folder}"})
+
+
+@contextlib.contextmanager
+def _clients_errors(fields: Collection[str], param: str | None = None) -> Iterator[None]:
+    """Convert what the engine refuses to an :class:`ApiError`."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError, FileNotFoundError) as error:
+        raise refused(error, fields, param) from None
+
+
 def _described(service: Service) -> dict[str, object]:
     return {
         "id": service.model_name, "object": "model", "created": service.created, "owned_by": "flashtile",
@@ -174,7 +219,7 @@ async def _version(service: Service, request: web.Request) -> web.Response:
 
 
 async def _openapi(service: Service, request: web.Request) -> web.Response:
-    return json_response(document(service.limits.max_logprobs))
+    return json_response(document(service.limits.max_logprobs, service.limits.server_dev_mode))
 
 
 async def _load(service: Service, request: web.Request) -> web.Response:

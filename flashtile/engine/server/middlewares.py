@@ -156,12 +156,13 @@ async def read_body(part: Awaitable[bytes], limits: Limits, begun: float) -> byt
 
 
 def check_content_type(request: web.Request) -> None:
-    """Raise ApiError unless the content type is JSON.
+    """Raise ApiError unless the content type is JSON, or the call has no body and is not of a web page.
 
     Web pages of other origins cannot send JSON without CORS, so they cannot call this server unless
-    ``cors_origins`` names them.
+    ``cors_origins`` names them. Browsers name the origin of a page in each of its POST calls.
     """
-    if request.content_type != "application/json":
+    is_pages = request.can_read_body or "Origin" in request.headers
+    if is_pages and request.content_type != "application/json":
         raise ApiError(
             f"Content-Type must be application/json, got {request.content_type!r:.80}",
             status=415, code="unsupported_media_type",

@@ -15,6 +15,7 @@ from flashtile.engine.server.protocol import (
     ChatCall,
     CompletionCall,
     read_detokenize,
+    read_folder,
     read_tokenize,
 )
 from flashtile.version import __version__
@@ -41,6 +42,7 @@ OF_CHECKED: dict[str, dict[str, Any]] = {
     "structured_outputs": {"type": "object"},
     "length_penalty": {"type": "number"},
     "model": {"type": "string"},
+    "model_path": {"type": "string"},
 }
 """Schemas of fields that parsers check themselves."""
 
@@ -78,10 +80,16 @@ READERS: dict[str, tuple[Callable[[Body, int], object], tuple[dict[str, Any], ..
     ),
     "/tokenize": (lambda body, _: read_tokenize(body), ({"prompt": "Hello"}, {"messages": CONVERSATION})),
     "/detokenize": (lambda body, _: read_detokenize(body), ({"tokens": [72, 105]},)),
+    "/update_weights_from_disk": (lambda body, _: read_folder(body), ({"model_path": "folder"},)),
 }  # fmt: skip
 """Parser of the body of each path, given ``max_logprobs``, and calls with which it reads all fields. The
 first call is an example."""
 
+PARAMETERS = {
+    "/v1/models/{name}": {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+    "/sleep": {"name": "level", "in": "query", "schema": {"type": "integer", "enum": [1, 2], "default": 1}},
+    "/wake_up": {"name": "tags", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
+}
 SUMMARIES = {
     ("post", "/v1/completions"): "Continue texts or tokens, several prompts in one call.",
     ("post", "/v1/chat/completions"): "Continue a conversation with the model's chat template.",
@@ -97,7 +105,14 @@ SUMMARIES = {
     ("get", "/live"): "The state of the engine, which the page at / shows.",
     ("get", "/openapi.json"): "This document.",
 }
-"""Summaries of all methods and paths, except for pages in HTML."""
+"""Summaries of all methods and paths, except for pages in HTML and ``DEVELOPMENT``."""
+DEVELOPMENT = {
+    ("post", "/sleep"): "Free the memory of the KV cache and of the weights: ?level=1 or 2.",
+    ("post", "/wake_up"): "Allocate this memory again, all or ?tags=weights or kv_cache.",
+    ("get", "/is_sleeping"): "Whether memory that /sleep freed is not allocated yet.",
+    ("post", "/update_weights_from_disk"): "Replace all weights by those of a folder.",
+}
+"""Summaries of what ``--server-dev-mode`` adds."""
 
 
 class Recorder(Body):
@@ -162,10 +177,10 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 @cache
-def document(max_logprobs: int) -> dict[str, Any]:
+def document(max_logprobs: int, development: bool = False) -> dict[str, Any]:
     """Return the document, in OpenAPI 3.0."""
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), summary in SUMMARIES.items():
+    for (method, path), summary in (SUMMARIES | (DEVELOPMENT if development else {})).items():
         operation: dict[str, Any] = {
             "summary": summary,
             "responses": {
@@ -184,10 +199,8 @@ def document(max_logprobs: int) -> dict[str, Any]:
             }
             content = {"application/json": {"schema": schema, "example": READERS[path][1][0]}}
             operation["requestBody"] = {"required": True, "content": content}
-        if "{name}" in path:
-            operation["parameters"] = [
-                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-            ]
+        if path in PARAMETERS:
+            operation["parameters"] = [PARAMETERS[path]]
         paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.0.3",

@@ -382,6 +382,14 @@ def read_detokenize(body: Body) -> list[int]:
     return tokens
 
 
+def read_folder(body: Body) -> str:
+    path = body.take("model_path")
+    if not isinstance(path, str) or not path:
+        raise wrong("model_path", "a folder with weights", path)
+    body.finish()
+    return path
+
+
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or _are_tokens(value)
 

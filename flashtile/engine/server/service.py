@@ -45,6 +45,7 @@ class Limits:
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
+        server_dev_mode: serve the paths for trainers as well, by which clients can stop the engine.
         tls: certificates and key for TLS. None: connections are not encrypted.
 
     Raises:
@@ -65,6 +66,7 @@ class Limits:
     max_priority: int = 0
     access_log: bool = True
     cors_origins: tuple[str, ...] = ()
+    server_dev_mode: bool = False
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
@@ -161,6 +163,8 @@ class Service:
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         """Tokenize a call's prompts. Texts are tokenized in another thread."""
         limits = self.limits
+        if self.engine.is_sleeping:
+            raise ApiError("the engine sleeps until POST /wake_up", status=503, code="engine_sleeping")
         if abs(call.priority) > limits.max_priority:
             allowed = f"from {-limits.max_priority} to {limits.max_priority}"
             none = "0, because this server sets no priorities"

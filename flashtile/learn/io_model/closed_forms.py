@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flashtile.hardware.calls import Call
+from flashtile.hardware.calls import Call, walks
 from flashtile.learn.algorithms import tiled_matmul
 from flashtile.learn.algorithms.memory import Memory
 from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
-from flashtile.learn.io_model.kernels import STATISTIC_BYTES, counted, walks
+from flashtile.learn.io_model.kernels import STATISTIC_BYTES, counted
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from flashtile.backends.portable.decode.config import (
     row,
     row_blocks,
 )
-from flashtile.hardware.calls import Call
+from flashtile.hardware.calls import Call, blocks_of
 from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
-from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, blocks_of, counted
+from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, counted
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import positions
 
@@ -74,7 +74,8 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     most = max((len(tile.blocks) for tile in every), default=0)
     even = not call.page_size and all(len(tile.blocks) == most for tile in every)
     tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, _operand_bytes(call))
-    if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even):
+    mixed = 2 * sum(seqlen_q for seqlen_q, _ in call.sequences) < call.batch * call.seqlen_q
+    if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even, mixed):
         programs = config.stream_k_programs(len(every), card.sm_count)
         each = _even_part(every, programs) if config.DIVIDES_ALIKE else 0
         programs, parts, cut_rows = _even_parts(every, each) if each else _runs(every, programs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashtile.backends.common.config import padded
 from flashtile.backends.portable import fits
 from flashtile.backends.portable.config import Config, row_for
-from flashtile.hardware.calls import Call
+from flashtile.hardware.calls import Call, least_bytes, least_flops
 from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms import flash1, flash2
 from flashtile.learn.algorithms.memory import Memory
@@ -138,25 +138,6 @@ def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
         raise ValueError(f"which must be one of {', '.join(PASSES)}, got {which!r}")
     card.peak_tflops(call.dtype)  # raises if the peak is unknown
     return [Estimate(call, card, which, *cost) for cost in _costs(call, card, which)]
-
-
-def least_bytes(call: Call, which: str) -> int:
-    """Return the HBM traffic if every input is read once and every result is written once."""
-    inputs = call.q_bytes + call.k_bytes + call.v_bytes
-    if which == "forward":
-        return inputs + call.out_bytes + call.lse_bytes
-    # reads q, k, v, out and dout; writes dq, dk and dv
-    return 2 * inputs + 2 * call.out_bytes + call.lse_bytes
-
-
-def least_flops(call: Call, which: str) -> int:
-    """Return the FLOPs for the visible scores.
-
-    The forward pass has two products. The backward pass has five, one of which recomputes the scores.
-    """
-    if which == "forward":
-        return 2 * call.visible_pairs * (call.head_dim + call.width_v)
-    return 2 * call.visible_pairs * (3 * call.head_dim + 2 * call.width_v)
 
 
 def resident_bytes(call: Call, which: str) -> int:

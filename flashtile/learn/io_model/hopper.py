@@ -19,9 +19,9 @@ import torch
 from flashtile.backends.common.device import Target, compiling_for
 from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.forward.config import ForwardVariant, choose
-from flashtile.hardware.calls import Call
+from flashtile.hardware.calls import Call, walks
 from flashtile.hardware.cards import Card
-from flashtile.learn.io_model.kernels import L2_SHARE, KernelTraffic, walks
+from flashtile.learn.io_model.kernels import L2_SHARE, KernelTraffic
 from flashtile.learn.io_model.l2 import UNITS, WAVES, Stream, misses, path_of
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 
@@ -166,7 +166,7 @@ class WorkTiles:
             variant = forward_variant(problem, plan)
         blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
         seen = [walks(call, lengths, blocks) for lengths in call.sequences]
-        heads = call.num_heads_q // variant.PACK
+        heads = call.num_heads_q // variant.PACKED_HEADS
         # Sequences with more keys come first, as in the kernel's tile table.
         order = sorted(range(len(seen)), key=lambda sequence: -call.sequences[sequence][1])
         table = [

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from flashtile.backends.common.config import KernelConfig, padded
-from flashtile.hardware.calls import Call
+from flashtile.hardware.calls import Call, walks
 from flashtile.hardware.cards import KIB, Card
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
 from flashtile.problems.common import UNLIMITED
-from flashtile.problems.masking import positions, split
 
 L2_SHARE = 0.5
 """Share of L2 that is available to blocks read by all SMs. Each half of L2 keeps its own copy of such blocks.
@@ -120,38 +119,6 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     registers = min(256, -(-int(registers) // 8) * 8)
     fits = min(card.shared_bytes // (shared + RESERVED_SHARED), REGISTERS // (registers * threads))
     return max(1, min(32, fits))
-
-
-def blocks_of(seen: range, block: int) -> range:
-    """Return the numbers of the blocks of ``block`` rows or keys that kernels visit for the range ``seen``.
-
-    If the range is empty, they may visit one block.
-    """
-    last = -(-seen.stop // block)
-    return range(min(seen.start // block, last), last)
-
-
-def walks(
-    call: Call, lengths: tuple[int, int], blocks: tuple[int, int], *, by_keys: bool = False
-) -> list[range]:
-    """Return the key blocks that each query block attends to.
-
-    With ``by_keys``, return the query blocks that attend to each key block. ``lengths`` and ``blocks`` are
-    (of queries, of keys), for one sequence.
-    """
-    seqlen_q, seqlen_k = lengths
-    rows, keys, offset = positions(*lengths), range(seqlen_k), seqlen_k - seqlen_q
-    if not by_keys:
-        seen = (call.key_range(part, keys) for part in split(rows, blocks[0]))
-        return [blocks_of(part, blocks[1]) for part in seen]
-    seen = (call.row_range(rows, part) for part in split(keys, blocks[1]))
-    return [blocks_of(range(part.start - offset, part.stop - offset), blocks[0]) for part in seen]
-
-
-def visited_scores(call: Call, tile: tuple[int, int]) -> int:
-    """Return the number of scores in the tiles (queries, keys) that kernels visit, for all query heads."""
-    tiles = sum(len(part) for lengths in call.sequences for part in walks(call, lengths, tile))
-    return call.num_heads_q * tiles * tile[0] * tile[1]
 
 
 def _traffic(

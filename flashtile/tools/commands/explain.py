@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from flashtile.api.explain import Explanation
     from flashtile.hardware.calls import Call
 
 HERE = "here"
@@ -226,7 +224,7 @@ def explain(
             "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
         )
     if costed and lengths:
-        typer.echo("\n".join(_of_tiles(explanation, call)))
+        typer.echo(explanation.floor(lengths))
     if memory:
         chosen = card or find_card("h100")
         out.print(*(memory_table(call, chosen, training) for training in (False, True)))
@@ -280,28 +278,6 @@ def _packed_lengths(context: typer.Context, text: str) -> tuple[int, ...]:
             option = name.replace("_", "-")
             raise typer.BadParameter(f"--lengths are those of a whole batch, got --{option} as well")
     return _lengths(text, "--lengths")
-
-
-def _of_tiles(explanation: Explanation, call: Call) -> Iterator[str]:
-    """Yield, for each pass over packed sequences, what its products take in whole tiles.
-
-    That is more than the visible scores need, which the costs of the least possible count: tiles are visited
-    at the edges of the mask, and at the ends of sequences.
-    """
-    from flashtile.api.explain import tile_of
-    from flashtile.learn.io_model.estimate import PASSES, least_flops
-    from flashtile.learn.io_model.kernels import visited_scores
-
-    for which in PASSES:
-        tile = tile_of(explanation[which])
-        if tile is not None:
-            least = least_flops(call, which)
-            share = call.visible_pairs / max(visited_scores(call, tile), 1)
-            yield (
-                f"{which}: {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, "
-                f"so the products of whole tiles are {least / share / 1e9:,.1f} instead of "
-                f"{least / 1e9:,.1f} GFLOPs"
-            )
 
 
 def _card(name: str | None, place: torch.device) -> Card | None:

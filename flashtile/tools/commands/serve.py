@@ -145,8 +145,9 @@ def serve(
         bool | None, typer.Option(help="Schedule a step while the one before runs. Default: on GPUs.")
     ] = None,
     cascade_attention: Annotated[
-        bool, typer.Option("--cascade-attention", help="Read blocks that sequences share once in a step.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Read blocks that sequences share once. Default: unless --batch-invariant."),
+    ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Log-probabilities with the same bits in every batch.")
     ] = False,
@@ -193,6 +194,14 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose web pages may call; repeatable; * is all.")
     ] = None,
+    server_dev_mode: Annotated[
+        bool,
+        typer.Option(
+            "--server-dev-mode",
+            help="Also /sleep, /wake_up, /is_sleeping and /update_weights_from_disk, for trainers. "
+            "Any client can then stop the engine.",
+        ),
+    ] = False,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate in PEM: calls are HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, without a password.")] = None,
     ssl_ca_certs: Annotated[
@@ -233,6 +242,9 @@ def serve(
         limits = Limits(**options | {"tls": tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs)})
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
+        if server_dev_mode and data_parallel_size > 1:
+            # A replica that is started again would have the weights of its start.
+            raise ValueError(f"server_dev_mode must be off with data_parallel_size={data_parallel_size}")
         formats = check_parsers(tool_call_parser, reasoning_parser)
         speculation = _json_object("speculative_config", speculative_config)
     shown, scheme = f"[{host}]" if ":" in host else host, "http" if limits.tls is None else "https"

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
 from flashtile.backends.hopper.forward.config import (
+    LONG,
     ForwardConfig,
     ForwardVariant,
     alternatives,
@@ -398,14 +399,14 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                 yield _forward_case(plain, other)
         if windowed:
             everything = replace(plain, **FEATURES, sink=True)
-            yield _forward_case(everything, config)
+            yield _forward_case(replace(everything, num_heads_kv=everything.num_heads_q), config)
             dense = replace(everything, varlen=False, seqused_k=False)
             for other in configs:
                 variant = forward_variant(dense, plan_of(dense, other))
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _forward_case(dense, other)
-    for head_dim, left in ((64, UNLIMITED), (64, 63), (128, UNLIMITED)):
+    for head_dim, left in ((64, UNLIMITED), (64, 63), (96, 63), (128, UNLIMITED)):
         short = replace(
             _GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, varlen=True, batch=64,
             seqlen_q=128, seqlen_k=128,
@@ -414,6 +415,15 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         yield _forward_case(short, config)
         if left == UNLIMITED:
             yield _forward_case(replace(short, **FEATURES, sink=True), config)
+            yield _forward_case(replace(short, num_heads_kv=short.num_heads_q), config)
+            tiny = replace(short, num_heads_q=7 * short.num_heads_kv, seqlen_q=40, seqlen_k=40)
+            yield _forward_case(tiny, config)
+            yield _forward_case(replace(tiny, **FEATURES, sink=True), config)
+    for head_dim in (64, 128, 256):
+        documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
+        documents = replace(documents, seqlen_q=LONG, seqlen_k=LONG)
+        for same in (documents, replace(documents, **FEATURES, sink=True)):
+            yield _forward_case(same, choose(documents))
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     window = replace(long, window_left=1023)
     yield _forward_case(window, choose(window))
@@ -472,6 +482,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "o in parts": variant.O_IN_PARTS,
             "lazy": variant.LAZY_RESCALE,
             "packed": variant.PACK > 1,
+            "unused rows": variant.PACKED_HEADS < variant.PACK,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
             "statistics": variant.ENTROPY,

@@ -59,6 +59,12 @@ def of_workload(workload: Workload) -> Problem:
     )  # fmt: skip
 
 
+def packed(batch: int, longest: int, heads: tuple[int, int], head_dim: int) -> Problem:
+    """Packed documents of 32,768 tokens under a causal mask."""
+    problem = problem_of(batch, longest, heads, head_dim)
+    return replace(problem, varlen=True, total_q=32768, total_k=32768)
+
+
 def named(config: BackwardConfig) -> str:
     """The name of a configuration in the record of 27 November."""
     return f"M{config.BLOCK_M} {config.HEAD_SPLITS}x{config.ROW_SPLITS}"
@@ -263,10 +269,75 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
         (problem_of(64, 128, (16, 16), 64), "M64 1x1 one"),
         (problem_of(2, 1536, (12, 12), 128), "M64 1x1 all"),
         (problem_of(1, 4096, (16, 16), 128), "M64 1x1"),
+        (problem_of(7, 1718, (16, 16), 128, 234, **FULL), "M64 1x1"),
+        (problem_of(1, 32760, (12, 12), 128, 512, **FULL), "M64 1x8"),
+        (packed(36, 3213, (12, 2), 128), "M64 2x1"),
+        (packed(42, 3194, (28, 4), 128), "M64 1x2"),
+        (packed(8, 5820, (12, 2), 128), "M64 2x1"),
+        (packed(8, 5693, (40, 8), 128), "M64 1x1"),
+        (packed(35, 3927, (14, 2), 64), "M128 1x1"),
+        (packed(35, 3715, (32, 32), 96), "M64 1x1"),
+        (packed(600, 127, (28, 4), 128), "M64 1x1 one"),
     ],
 )
 def test_choices(problem: Problem, expected: str) -> None:
     assert label_of(problem) == expected
+
+
+@walk(
+    ("heads", "head_dim", "splits", "expected"),
+    [
+        ((32, 32), 96, (1, 1), True),
+        ((24, 8), 128, (1, 1), True),
+        ((32, 8), 128, (1, 1), False),
+        ((32, 8), 64, (1, 1), True),
+        ((64, 8), 64, (1, 1), False),
+        ((12, 2), 128, (2, 1), True),
+        ((28, 4), 128, (1, 2), False),  # programs divide rows, not heads
+    ],
+)
+def test_tiles_come_by_cost_if_rows_stay_in_the_cache(
+    heads: tuple[int, int], head_dim: int, splits: tuple[int, int], expected: bool
+) -> None:
+    problem = packed(40, 3000, heads, head_dim)
+    config = replace(alternatives(problem)[0], HEAD_SPLITS=splits[0], ROW_SPLITS=splits[1])
+    assert costs.sorted_by_cost(problem, config) is expected
+    assert costs.sorted_by_cost(replace(problem, window_left=500), config)
+    for change in ({"deterministic": True}, {"varlen": False}, {"window_right": -1}):
+        assert not costs.sorted_by_cost(replace(problem, **change), config)
+
+
+def test_packed_sequences_are_assumed_to_differ_as_drawn_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of the programs is near that for the drawn lengths; for equal ones it is 0.6 of it."""
+    ratios = []
+    for workload in (one for seed in range(4) for one in select(["packed-tuning", "packed-long"], seed=seed)):
+        assert workload.lengths is not None
+        problem = replace(
+            of_workload(workload), varlen=True, total_q=32768, total_k=sum(n for n, _ in workload.lengths)
+        )
+        config = alternatives(problem)[0]
+        assumed = costs.assumed_lengths(problem)
+        assert len(assumed) == len(workload.lengths)
+        assert assumed == sorted(assumed, reverse=True)
+        assert 0.85 < assumed[0][0] / workload.seqlen_q <= 1
+        times = []
+        for lengths in (assumed, sorted(workload.lengths, reverse=True)):
+            with monkeypatch.context() as patched:
+                patched.setattr(costs, "assumed_lengths", lambda _, lengths=lengths: lengths)
+                for kept in (rows_of_blocks, work_of_launch):
+                    kept.cache_clear()
+                times.append(busiest(work_of_launch(problem, config)))
+        ratios.append(times[0] / times[1])
+    for kept in (rows_of_blocks, work_of_launch):
+        kept.cache_clear()
+    assert len(ratios) == 64
+    assert 0.97 < math.exp(sum(map(math.log, ratios)) / 64) < 1.06
+    assert 0.8 < min(ratios) < max(ratios) < 1.25
+
+
+def test_an_upper_bound_of_the_lengths_is_no_length() -> None:
+    problem = replace(packed(3, 100_000, (4, 4), 64), total_k=900)
+    assert all(q <= 32768 and k <= 900 for q, k in costs.assumed_lengths(problem))
 
 
 def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:

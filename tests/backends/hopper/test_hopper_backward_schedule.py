@@ -450,6 +450,29 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     assert resident_heads(problem, everywhere, swizzle, 132) == heads
 
 
+@walk(
+    ("head_dim", "block_m", "change", "room"),
+    [
+        (16, 128, {}, 51),
+        (64, 64, {}, 51),
+        (64, 128, {}, 34),
+        (128, 64, {}, 34),
+        (64, 64, {"window_right": -1}, 34),
+        (64, 64, {"window_left": 99}, 34),
+        (64, 64, {"num_heads_kv": 2}, 34),
+        (64, 64, {"varlen": True}, 2),
+    ],
+)
+def test_short_steps_under_a_causal_mask_have_more_room(
+    head_dim: int, block_m: int, change: dict[str, Any], room: int
+) -> None:
+    """With 8 blocks of keys a head: three rounds of 132 programs and one head, or two."""
+    own = {"num_heads_q": 4, "num_heads_kv": 4, "head_dim": head_dim, "head_dim_v": head_dim}
+    problem = replace(PROBLEM, batch=64, seqlen_q=1024, seqlen_k=1024, window_right=0, **own)
+    problem = replace(problem, total_q=2**16, total_k=2**16, **change)
+    assert resident_heads(problem, BackwardConfig(block_m), 1, 132) == room
+
+
 @walk("seqlen", [64, 512, 4096, 2**20])
 def test_heads_of_a_block_mask_do_not_wait_for_one_another(seqlen: int) -> None:
     """Interleaved heads end together, so a head that waited for another one of them might wait for ever."""

@@ -37,6 +37,10 @@ def of(batch: int, seqlen_q: int, **more: Any) -> DecodeProblem:
     return replace(PAGED, batch=batch, seqlen_q=seqlen_q, total_q=batch * seqlen_q, **more)
 
 
+def mixed(batch: int, seqlen_q: int, total_q: int, **more: Any) -> DecodeProblem:
+    return replace(of(batch, seqlen_q, varlen=True, **more), total_q=total_q)
+
+
 @walk(
     ("problem", "programs_per_sm", "programs"),
     [
@@ -54,6 +58,10 @@ def of(batch: int, seqlen_q: int, **more: Any) -> DecodeProblem:
         (of(8, 16, head_dim=64, head_dim_v=64), 2, 256),
         (of(1, 256), 1, 128),
         (of(8, 64), 1, None),
+        (of(2, 128, varlen=True), 1, 128),
+        (mixed(23, 605, 627, num_heads_q=24), 1, None),
+        (mixed(2, 256, 257), 1, 128),  # one chunk and one token
+        (mixed(8, 16, 23), 2, 256),  # sequences have one query tile each
     ],
 )
 def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | None) -> None:
@@ -73,9 +81,11 @@ def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | 
         (of(32, 1024, varlen=True, num_heads_q=12, num_heads_kv=2), True),  # 48 of 2
         (of(32, 256, varlen=True, num_splits=2), False),
         (of(1, 256, varlen=True), False),  # equal shares
+        (mixed(32, 1024, 1055), True),  # 32 of 8, and 63 of 8 in the batch
+        (mixed(64, 1024, 1087), False),  # 95 of 8 in the batch
     ],
 )
-def test_the_queue_divides_what_the_longest_sequence_does_not_fill(problem, divided) -> None:
+def test_which_work_tiles_the_queue_divides(problem, divided) -> None:
     assert divides(problem, choose(problem)) == divided
 
 

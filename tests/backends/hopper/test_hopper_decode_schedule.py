@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from benchmarks.suite import drawn
+from flashtile.backends.common.device import Target, multiprocessors
 from flashtile.backends.hopper.decode.combine import (
     RECORD_WIDTH,
     PartialRecord,
@@ -20,6 +23,8 @@ from flashtile.backends.hopper.decode.combine import (
     combine_recorded_kernel,
     write_partial_record,
 )
+from flashtile.backends.hopper.decode.config import DIVIDED_SLOTS, choose
+from flashtile.backends.hopper.decode.launch import hopper_decode_variant, packed
 from flashtile.backends.hopper.decode.work import (
     PART_COST,
     TablePointers,
@@ -31,7 +36,9 @@ from flashtile.backends.hopper.decode.work import (
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
+from flashtile.backends.portable.decode.launch import lengths_of
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
+from flashtile.problems.decode import DecodeProblem
 from flashtile.problems.masking import KernelMask
 from walk import walk
 
@@ -297,3 +304,46 @@ def test_the_table_divides_what_is_long(programs, one_by_one):
         combine_divided_kernel[(3,)](pointers, lengths(), splits, ROW_BLOCKS, C=variant, WIDTH=WIDTH)
 
     check_joined(slots_of, partial, combine)
+
+
+STEPS = [one for one in drawn.workloads(0) if one.drawn_from == "mixed-groups"]
+"""Serving steps with chunks of 255 to 962 tokens among 23 to 98 sequences, and groups of 3 to 14 heads."""
+
+
+@walk("step", STEPS)
+def test_no_program_of_a_serving_step_has_much_more_work_than_the_mean(step):
+    """Each program takes the next entry of the queue when it is free. A part costs PART_COST n_blocks beside
+    its keys: with equal shares of keys, programs of three of the steps had 2.5 to 3 times the mean."""
+    new, keys = (torch.tensor(lengths, dtype=torch.int32) for lengths in zip(*step.lengths, strict=True))
+    problem = DecodeProblem(
+        batch=step.batch, seqlen_q=step.seqlen_q, total_q=int(new.sum()), num_heads_q=step.num_heads_q,
+        num_heads_kv=step.num_heads_kv, head_dim=step.head_dim, head_dim_v=step.head_dim,
+        capacity=step.seqlen_k, page_size=16, num_blocks=99, seqlen_new=0, dtype=torch.bfloat16,
+        cache_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
+        device=Target("H200", (9, 0), 132),  # type: ignore[arg-type]
+        softmax_scale=1.0, window_right=0, lengths=True, varlen=True,
+    )  # fmt: skip
+    config = choose(problem)
+    variant = replace(hopper_decode_variant(problem, config), PDL=False)
+    assert not variant.STREAM_K
+    BM, BN, packed_problem = config.tile.BLOCK_M, config.tile.BLOCK_N, packed(problem)
+    sizes, heads = lengths_of(packed_problem, config), packed_problem.num_heads_kv
+    programs = multiprocessors(problem.device) * config.programs_per_sm
+    slots = DIVIDED_SLOTS * programs if variant.DIVIDES else 0
+    table = torch.full((1 + sizes.m_blocks + slots // heads, WIDTH), -1, dtype=torch.int32)
+    offsets = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
+    table_kernel[(step.batch,)](
+        TablePointers(table.view(torch.float32), keys, None, offsets, None),
+        step.batch, programs, sizes, Splits(0, slots, 1, 0), C=variant, WIDTH=WIDTH, CHUNK=256,
+    )  # fmt: skip
+    load = [0.0] * programs
+    for m_block, _, len_q, len_k, _, _, part, _ in table[1 : 1 + table[0, 0]].tolist():
+        first_row = m_block % sizes.m_blocks_per_sequence * BM
+        last_row = min(len_q * sizes.group_size, first_row + BM) - 1
+        n_blocks = triton.cdiv(len_k - len_q + last_row // sizes.group_size + 1, BN)
+        parts, nth = divmod(part, 1 << 16)
+        each = triton.cdiv(n_blocks, parts)
+        if (count := min(each, n_blocks - nth * each)) > 0:
+            for _ in range(heads):
+                heapq.heappush(load, heapq.heappop(load) + count + PART_COST.value)
+    assert max(load) <= 1.25 * sum(load) / programs

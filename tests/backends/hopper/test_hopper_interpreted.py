@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
+from flashtile.backends.hopper.forward import divided
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
 from flashtile.backends.hopper.linear import config as ring
@@ -43,6 +44,8 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
+from flashtile.problems.masking import EVERYTHING
+from flashtile.reference import decode as decode_reference
 from flashtile.testing import decode as decode_testing
 from flashtile.testing import fp8 as fp8_testing
 from flashtile.tools.inspection.attention import GROUPED
@@ -55,6 +58,7 @@ SMALL = Case(
     batch=1, seqlen_q=150, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=64, dtype=BF16, name="hopper"
 )
 LENGTHS = ((100, 160), (1, 1), (0, 10), (130, 70), (200, 200))
+TINY = ((40, 40), (1, 1), (0, 5), (9, 30), (30, 7), (23, 23))
 
 
 def check(case: Case, seed: int = 0, **options: Any) -> None:
@@ -88,6 +92,17 @@ FORWARD: Variants = {
         "unused_tail": 300,
     },
     "short-sequences": {"lengths": ((100, 120), (3, 3), (0, 5), (64, 64)), "causal": True, "head_dim": 128},
+    "tiny": {
+        "lengths": TINY, "causal": True, "heads_q": 14, "heads_kv": 2, "alibi": "batch", "sink": "own",
+        "unused_tail": 50,
+    },
+    "tiny-three-parts": {"lengths": TINY, "window_size": (9, 2), "heads_q": 6, "heads_kv": 2, "head_dim": 80},
+    "tiny-widest": {"lengths": TINY, "causal": True, "heads_q": 6, "heads_kv": 2, "head_dim": 320},
+    "one-token": {"lengths": ((1, 9),), "heads_q": 14, "heads_kv": 2, "softcap": 3.0},
+    "groups-of-documents": {
+        "lengths": ((300, 300), (129, 260), (7, 7)), "causal": True, "heads_q": 16, "heads_kv": 2,
+        "alibi": "head",
+    },
     "short-window": {"lengths": ((70, 30), (3, 3), (128, 128)), "window_size": (40, 0), "sink": "own"},
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
@@ -159,13 +174,23 @@ def test_forward(case: Case) -> None:
         "causal",
         "varlen",
         "packed-heads",
-        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used")),
+        "three-warpgroups",
+        "tiny",
+        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used", "tiles-in-parts")),
     ],
 )
 def test_statistics(name: str) -> None:
-    """Of half blocks and a sink, packed sequences, and packed heads whose maximum lags behind."""
+    """Of half blocks and a sink, packed sequences, packed heads whose maximum lags behind, and one that does
+    not."""
     case = replace(SMALL, **FORWARD[name], name=name)
     check(case, gradients=False, return_max_logits=True, return_entropy=True)
+
+
+def test_statistics_beside_a_large_sink() -> None:
+    """A sink above all scores is the maximum that the softmax subtracts, and no score."""
+    case = replace(SMALL, seqlen_q=20, name="statistics beside a large sink")
+    sink = torch.tensor([20.0, -20.0])
+    check(case, gradients=False, sink=sink, return_max_logits=True, return_entropy=True)
 
 
 def test_statistics_of_natural_scores() -> None:
@@ -584,6 +609,40 @@ def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bo
         testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
 
 
+DIVIDED: Variants = {
+    "grouped": {"heads_q": 4, "causal": True, "seqlen_q": 140, "seqlen_k": 700, "sink": "own"},
+    "window": {"batch": 2, "window_size": (400, 0), "softcap": 9.0, "head_dim": 40, "seqlen_k": 600},
+    "rows-without-keys": {
+        "seqlen_q": 200,
+        "seqlen_k": 150,
+        "causal": True,
+        "alibi": "batch",
+        "head_dim": 128,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "grouped" else pytest.param(name, marks=exhaustive) for name in DIVIDED]
+)
+def test_few_queries_divide_their_keys(name: str) -> None:
+    """Also the backward takes the lse of divided keys."""
+    case = replace(SMALL, name=name, **DIVIDED[name])
+    with mock.patch.object(divided, "WORTHWHILE", 100.0), interpreted() as interpreter:
+        case.inputs("cpu").check(backend="hopper")
+    assert "attend_kernel" in interpreter.launched
+    assert "forward_kernel" not in interpreter.launched
+
+
+def test_keys_that_tma_cannot_address_as_a_cache_are_not_divided() -> None:
+    """Between the two sequences lies a row and a half."""
+    q = torch.randn(2, 10, 2, 64, dtype=BF16)
+    k, v = (torch.randn(2, 301 * 64 + 32, dtype=BF16)[:, : 300 * 64].view(2, 300, 1, 64) for _ in "kv")
+    with mock.patch.object(divided, "WORTHWHILE", 100.0), interpreted() as interpreter:
+        testing.check(q, k, v, backend="hopper", gradients=False)
+    assert "forward_kernel" in interpreter.launched
+
+
 DETERMINISTIC: Variants = {
     "full": {"seqlen_k": 500},
     "causal": {"seqlen_k": 500, "causal": True},
@@ -706,6 +765,14 @@ def test_decode_of_groups_that_do_not_divide_a_tile(name: str) -> None:
     check_decode((spread, *others), arguments, **more)
 
 
+def test_decode_of_a_chunk_among_single_tokens() -> None:
+    """The queue has the longest sequence, of one token, in parts. Of others some m_blocks have no rows."""
+    tensors, arguments = paged([50, 3900, 5, 300], (7, 1), 64, seqlen_q=(50, 1, 1, 1), device="cpu")
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4), interpreted() as interpreter:
+        decode_testing.check(*tensors, backend="hopper", causal=True, **arguments)
+    assert {"table_kernel", "attend_kernel", "combine_divided_kernel"} <= set(interpreter.launched)
+
+
 ALIKE = {
     "few rows": (2, [700], 9, {"causal": True}),
     "two m_blocks": (4, [700], 60, {"causal": True}),
@@ -771,6 +838,27 @@ def test_decode_of_pages_with_padding_of_several_blocks() -> None:
         with interpreted():
             found.append(flashtile.flash_attn_with_kvcache(*tensors, backend="hopper", **arguments))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=exhaustive)])
+def test_keys_that_groups_share_within_a_window(page_size: int) -> None:
+    """Keys before a group's first one are NaN. The last group has neither queries nor keys."""
+    tensors, arguments = paged(
+        [300, 150, 0], (8, 2), 64, page_size=page_size, seqlen_q=(10, 24, 0), device="cpu"
+    )
+    arguments["cache_leftpad"] = torch.tensor([130, 0, 0], dtype=torch.int32)
+    exact, lse, *_ = decode_reference.attention_with_kvcache(*tensors, upcast=torch.float64, **arguments)
+    for cache in tensors[1:]:
+        cache[arguments["block_table"][0, : 128 // page_size].long()] = torch.nan
+    longest = arguments.pop("max_seqlen_q")
+    given, options = CacheTensors(**arguments), DecodeOptions(max_seqlen_q=longest, backend="hopper")
+    problem = DecodeProblem.from_tensors(*tensors, given, options._replace(partial=True, masking=EVERYTHING))
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    with interpreted():
+        out, found = launch(*tensors, given)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact.double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found.double(), lse.double(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

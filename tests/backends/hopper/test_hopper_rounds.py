@@ -12,12 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+import flashtile
 from benchmarks.suite.workload import Workload
 from benchmarks.suite.workloads import select
+from flashtile.backends import hopper
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.launch import recording
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward.config import choose as choose_backward
 from flashtile.backends.hopper.forward import rounds, schedule
@@ -28,6 +32,7 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
     tile_columns,
 )
+from flashtile.backends.hopper.forward.divided import DividedConfig, divided
 from flashtile.backends.hopper.forward.launch import forward_variant, schedule_of
 from flashtile.backends.hopper.forward.rounds import (
     COSTS,
@@ -39,7 +44,10 @@ from flashtile.backends.hopper.forward.rounds import (
     plan_of,
     work_of_launch,
 )
-from flashtile.problems.attention import Problem
+from flashtile.io_model import CARDS
+from flashtile.operators.attention import FORWARD
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
+from flashtile.problems.masking import Masking
 from flashtile.tools.inspection.attention import GROUPED
 from kernels_as_python import functions_of
 from walk import walk
@@ -302,9 +310,45 @@ def test_heads_share_tiles_if_this_saves_a_quarter(
     plan = plan_of(problem, of_tables(problem))
     assert plan.heads == 2 * heads[0] // plan.pack
     if window is not None:  # kernels that do not visit fewer keys then
-        assert pack_of(problem, 128, windows=False) == 1
-    assert pack_of(replace(problem, varlen=True), 128) == 1
+        assert pack_of(problem, 128, "fp8") == 1
     assert pack_of(replace(problem, bias=True), 128) == 1
+
+
+@walk(
+    ("heads", "longest", "rows", "shared"),
+    [
+        ((16, 16), 40, 64, 1), ((32, 8), 40, 64, 4), ((32, 8), 4000, 128, 4), ((64, 1), 128, 64, 64),
+        # Other groups have unused rows, of which long sequences have more than single heads have.
+        ((14, 2), 40, 64, 7), ((14, 2), 128, 64, 7), ((14, 2), 4000, 192, 1), ((24, 8), 40, 64, 3),
+        ((12, 2), 40, 64, 6), ((12, 2), 128, 64, 2), ((40, 8), 128, 64, 1), ((71, 1), 40, 64, 1),
+    ],
+)  # fmt: skip
+def test_heads_share_tiles_of_packed_sequences(
+    heads: tuple[int, int], longest: int, rows: int, shared: int
+) -> None:
+    problem = replace(problem_of(8, longest, heads, 64, FULL), varlen=True)
+    assert pack_of(problem, rows) == shared
+    assert pack_of(problem, rows, "fp8") == pack_of(replace(problem, dropout_p=0.1), rows) == 1
+    plan = plan_of(problem, replace(of_tables(problem), warpgroups=rows // 64))
+    variant = forward_variant(problem, plan)
+    assert (variant.PACKED_HEADS, plan.heads) == (shared, 8 * heads[0] // shared)
+    assert shared <= variant.PACK < 2 * shared
+    assert plan.blocks == math.ceil(longest * variant.PACK / rows)
+
+
+@walk(
+    ("head_dim", "longest", "window", "warpgroups", "keys"),
+    [
+        (64, 40, -1, 1, 64), (80, 128, -1, 1, 64), (96, 129, -1, 2, 128), (128, 40, -1, 1, 64),
+        (64, 2048, -1, 2, 128), (64, 3072, -1, 3, 128), (64, 3072, 1023, 2, 128), (128, 3072, -1, 2, 128),
+    ],
+)  # fmt: skip
+def test_tiles_of_packed_sequences(
+    head_dim: int, longest: int, window: int, warpgroups: int, keys: int
+) -> None:
+    problem = problem_of(8, longest, (16, 16), head_dim, varlen=True, window_left=window)
+    config = choose(problem)
+    assert (config.warpgroups, config.BLOCK_N) == (warpgroups, keys)
 
 
 SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")
@@ -370,3 +414,46 @@ def test_few_blocks_of_dq_are_not_paired(batch: int, seqlen: int, heads: int, si
     for change in ({"window_right": FULL}, {"varlen": True}):
         plain = choose_backward(replace(problem_of(batch, seqlen, (heads, heads), 256), **change))
         assert plain.paired_below == 8192  # type: ignore[attr-defined]
+
+
+NEW_TOKENS = {
+    "137 of 18,496": (137, 18496, (32, 8), 128),
+    "470 of 11,410": (470, 11410, (8, 1), 128),
+    "64 of 32,768": (64, 32768, (16, 16), 64),
+}
+"""New tokens of a prompt on keys that were computed before: fewer query tiles than multiprocessors."""
+
+
+@pytest.mark.parametrize("name", NEW_TOKENS)
+def test_few_queries_on_many_keys_divide_the_keys(name: str) -> None:
+    new, keys, heads, head_dim = NEW_TOKENS[name]
+    few = problem_of(1, keys, heads, head_dim, seqlen_q=new, total_q=new)
+    assert isinstance(hopper.configure_forward(few), DividedConfig)
+    others = {
+        "batch": {"batch": 32}, "seqused_k": {"seqused_k": True}, "varlen": {"varlen": True},
+        "statistics": {"max_logits": True}, "partial": {"partial": True}, "dropout": {"dropout_p": 0.1},
+    }  # fmt: skip
+    for other in others.values():
+        assert isinstance(hopper.configure_forward(replace(few, **other)), ForwardConfig)
+
+
+def test_calls_that_fill_the_gpu_do_not_divide_the_keys() -> None:
+    """None of the papers' grid, and none of the shapes that the documentation measures."""
+    for workload in select(["paper"]) + select(["shapes"]):
+        if workload.mod is None and not workload.alibi and max(workload.head_dim, workload.width_v) <= 256:
+            heads = workload.num_heads_q, workload.num_heads_kv
+            sizes = {"seqlen_q": workload.seqlen_q, "head_dim_v": workload.width_v}
+            right = CAUSAL if workload.causal else FULL
+            problem = problem_of(workload.batch, workload.seqlen_k, heads, workload.head_dim, right)
+            assert divided(replace(problem, **sizes), choose(replace(problem, **sizes))) is None
+
+
+def test_explain_and_compilation_know_of_divided_keys() -> None:
+    q = torch.empty(1, 100, 12, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 20001, 2, 128, dtype=torch.bfloat16, device="meta")
+    explanation = flashtile.explain(q, k, k, causal=True, card=CARDS["h100"])
+    assert "forward: hopper, keys divided among programs" in str(explanation)
+    with recording() as recorded:
+        FORWARD.launch_on_meta((q, k, k), NO_EXTRAS, Options(masking=Masking(window_right=0)), H200)
+    names = [launch.kernel.fn.__name__ for launch, _ in recorded]
+    assert names == ["attend_kernel", "combine_recorded_kernel"]

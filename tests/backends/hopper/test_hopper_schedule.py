@@ -337,7 +337,7 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
         ({"window_left": 127}, 8),
         ({"window_left": 127, "num_heads_kv": 4}, 1),  # groups of 2 see nearly as many keys apart
         ({"window_left": 1023}, 1),
-        ({"window_left": 127, "varlen": True}, 1),
+        ({"window_left": 127, "varlen": True}, 8),
         ({}, 1),
     ],
 )

@@ -11,7 +11,7 @@ from serving import running
 from flashtile.engine.server.app import UNSERVED, make_app
 from flashtile.engine.server.errors import ApiError
 from flashtile.engine.server.listener import Listener
-from flashtile.engine.server.openapi import READERS, document
+from flashtile.engine.server.openapi import DEVELOPMENT, READERS, document
 from flashtile.engine.server.protocol import Body
 from flashtile.engine.server.service import Limits
 
@@ -32,15 +32,17 @@ def codes_of(path: str, **fields: object) -> set[str | None]:
     return found
 
 
-def test_every_path_is_described_by_the_server(model):
-    with running(model) as server:
+@pytest.mark.parametrize("development", [False, True])
+def test_every_path_is_described_by_the_server(model, development):
+    with running(model, Limits(server_dev_mode=development)) as server:
         status, found = server.ask("/openapi.json")
         app = make_app(server.service, Listener(Limits()))
-    assert (status, found) == (200, document(Limits().max_logprobs))
+    assert (status, found) == (200, document(Limits().max_logprobs, development))
+    off = UNSERVED.keys() | ({} if development else {path for _, path in DEVELOPMENT})
     routes = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
-        if route.method != "HEAD" and route.resource.canonical not in UNSERVED
+        if route.method != "HEAD" and route.resource.canonical not in off
     }
     described = {(method, path) for path, methods in found["paths"].items() for method in methods}
     assert described == {pair for pair in routes if pair[1] not in PAGES}
@@ -50,7 +52,7 @@ def test_every_path_is_described_by_the_server(model):
 
 @pytest.mark.parametrize("path", READERS)
 def test_documented_fields_are_those_that_calls_take(path):
-    content = document(20)["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    content = document(20, True)["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     fields = content["schema"]["properties"].keys() - {"model"}  # is read before the others
     assert codes_of(path) == {None}  # the examples
     assert codes_of(path, no_such_field=1) == {"unknown_field"}

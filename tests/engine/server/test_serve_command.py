@@ -93,6 +93,7 @@ def test_a_server_from_start_to_end(process):
         (["MODEL", "--ssl-certfile", "/no/such/file"], "--ssl-certfile must be certificates"),
         (["MODEL", "--generation-config", "/no/such/folder"], "--generation-config must be"),
         (["no-such/model", "--data-parallel-size", "2"], "model must be a folder"),
+        (["MODEL", "--server-dev-mode", "--data-parallel-size", "2"], "--server-dev-mode must be off"),
         (["UNTOLD"], "has no tokenizer.json (give --tokenizer, or --skip-tokenizer-init)"),
         (["UNTOLD", "--skip-tokenizer-init", "--dtype", "int8"], "--dtype must be"),
         (["MODEL", "--max-num-seqs", "0"], "--max-num-seqs must be"),

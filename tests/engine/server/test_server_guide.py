@@ -27,7 +27,7 @@ ADDRESS = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def server(model):
-    with running(model) as found:
+    with running(model, Limits(server_dev_mode=True)) as found:
         yield found
 
 
@@ -40,12 +40,14 @@ def named(text):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_commands_run(server):
+def test_the_commands_run(server, model):
     text = "\n".join(blocks("bash")).replace("\\\n", " ")
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("curl")]
     assert len(commands) > 3
     for command in commands:
-        command = [word.replace(ADDRESS, server.url) for word in command]
+        command = [
+            word.replace(ADDRESS, server.url).replace("path/to/new/weights", str(model)) for word in command
+        ]
         result = subprocess.run([*command, "-sS", "--fail"], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, (command, result.stderr)
         assert result.stdout
@@ -110,7 +112,7 @@ def test_every_field_path_code_and_number_is_named():
 def test_every_limit_is_in_the_table_with_its_default():
     rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+?) \|", GUIDE, re.MULTILINE))
     parameters = inspect.signature(serve).parameters
-    not_limits = {"api_keys", "access_log", "cors_origins", "tls"}
+    not_limits = {"api_keys", "access_log", "cors_origins", "server_dev_mode", "tls"}
     names = {field.name for field in dataclasses.fields(Limits)} - not_limits
     assert names <= {row.replace("-", "_") for row in rows}
     for row, shown in rows.items():

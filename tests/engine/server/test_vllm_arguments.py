@@ -205,7 +205,7 @@ def test_a_server_takes_every_argument_of_a_model():
     [
         (["-pp", "2"], "--pipeline-parallel-size"),
         (["--enable-lora"], "--enable-lora"),
-        (["--enable-sleep-mode"], "--enable-sleep-mode"),
+        (["--enable-prompt-embeds"], "--enable-prompt-embeds"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill"),
         (["--hf-overrides", '{"a": 1}'], "--hf-overrides"),
         (["--tokenizer-mode=mistral"], "--tokenizer-mode"),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from flashtile.backends.portable.config import row
+from flashtile.hardware.calls import blocks_of
 from flashtile.io_model import Call, find_card, kernels
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
 from flashtile.problems.masking import Masking
@@ -38,7 +39,7 @@ class TestBlocks:
                 )
                 masking = Masking(window_left=back, window_right=ahead)
                 seen = masking.key_range(range(start + offset, end + offset), range(length))
-                assert list(kernels.blocks_of(seen, 8)) == list(range(first, last))
+                assert list(blocks_of(seen, 8)) == list(range(first, last))
 
 
 class TestL2:

@@ -74,9 +74,10 @@ def test_explain_of_packed_lengths():
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     least, whole = (4 * scores * 4 * 128 / 1e9 for scores in (5050 + 406, 4 * 64 * 64))
-    assert "forward: 33% of the scores in visited tiles of 64 x 64 are visible" in text
-    assert f"{whole:,.1f} instead of {least:,.1f} GFLOPs" in text
     tensors, lse = 2 * 128 * 4 * 128, 4 * 128 * 4
+    assert f"forward: at least {(4 * tensors + lse) / 1e6:,.1f} MB and {least:,.1f} GFLOPs; " in text
+    assert "33% of the scores in visited tiles of 64 x 64 are visible" in text
+    assert f"the products of whole tiles are {whole:,.1f} GFLOPs" in text
     assert f"{(4 * tensors + lse) / 2**10:.0f} KiB" in text  # q, k, v and out of 128 tokens
     result = invoke(explain, *shape, "--batch", "2")
     assert result.exit_code == 2

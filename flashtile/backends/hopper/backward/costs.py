@@ -40,7 +40,7 @@ SEEN_BY_ALL blocks of keys, such as those of a prompt, and that one of SEEN_BY_A
 MAX_PARTS = 32
 """Largest number of parts of a gradient, so that their sum stays a short kernel."""
 MAX_BYTES = 128 * 2**20
-"""Largest size of the memory for all parts of dK and dV."""
+"""Largest size of a ``dq_accum`` for all heads, and of all parts of dK and dV unless q and dO are larger."""
 
 
 class Splits(NamedTuple):
@@ -56,7 +56,7 @@ class Splits(NamedTuple):
 
 
 def candidates(problem: Problem) -> Iterator[Splits]:
-    """Yield no splits, then all splits within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
+    """Yield no splits, then all splits within MAX_PARTS and their memory. Heads are divided evenly.
 
     When deterministic, programs add to a row of dQ in the order of the blocks of keys. Under a mask, each
     block is seen by a different range of rows. If programs divided these rows, a program would wait until
@@ -67,8 +67,10 @@ def candidates(problem: Problem) -> Iterator[Splits]:
     heads = [count for count in range(1, group + 1) if group % count == 0]
     windowed = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
     rows = (1,) if has_lists(problem) or (problem.deterministic and windowed) else ROW_SPLITS
+    width = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+    room = max(MAX_BYTES, problem.total_q * problem.num_heads_q * width)
     for splits in itertools.starmap(Splits, itertools.product(heads, rows)):
-        fits = splits.parts <= MAX_PARTS and part_bytes(problem) * splits.parts <= MAX_BYTES
+        fits = splits.parts <= MAX_PARTS and part_bytes(problem) * splits.parts <= room
         if splits.parts == 1 or fits:
             yield splits
 
@@ -104,40 +106,57 @@ class SeenRows(NamedTuple):
 
 @lru_cache(maxsize=8)
 def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[SeenRows, ...]:
-    """Return the :class:`SeenRows` of each block of keys, if the sequences have the average length."""
-    seqlen_q, seqlen_k = average_lengths(problem)
+    """Return the :class:`SeenRows` of each block of keys of a head, for sequences of assumed lengths."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     has_edges = left != UNLIMITED or right != UNLIMITED
-    offset = seqlen_k - seqlen_q
+    lengths = assumed_lengths(problem)
     if has_lists(problem):
-        steps, blocks = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / block_n)
+        steps, blocks = math.ceil(lengths[0][0] / block_m), math.ceil(lengths[0][1] / block_n)
         # The common blocks come first, as those of a prompt do: the queue starts with them.
         common, few = math.ceil(blocks / SEEN_BY_ALL), math.ceil(steps / SEEN_BY_ALL)
         seen = (steps,) * common + (few,) * (blocks - common)
         return tuple(SeenRows(0, count, 0, count) for count in seen)
-    rows = []
-    for first in range(0, seqlen_k, block_n):
-        last = min(first + block_n, seqlen_k) - 1
-        begin = 0 if right == UNLIMITED else max(first - offset - right, 0)
-        end = seqlen_q if left == UNLIMITED else min(last - offset + left + 1, seqlen_q)
-        full_begin = 0 if right == UNLIMITED else max(last - offset - right, 0)
-        full_end = seqlen_q if left == UNLIMITED else min(first - offset + left + 1, seqlen_q)
-        if begin >= end:
-            rows.append(SeenRows(0, 0, 0, 0))
-            continue
-        first_full = math.ceil(full_begin / block_m)
-        last_full = math.ceil(full_end / block_m) if full_end == seqlen_q else full_end // block_m
-        # As in ``schedule.row_blocks``, except without edges (``full_begin``).
-        if has_edges and first + block_n > seqlen_k:
-            last_full = first_full
-        rows.append(SeenRows(begin // block_m, math.ceil(end / block_m), first_full, last_full))
+    rows: list[SeenRows] = []
+    for (seqlen_q, seqlen_k), equal in itertools.groupby(lengths):
+        offset = seqlen_k - seqlen_q
+        own = []
+        for first in range(0, seqlen_k, block_n):
+            last = min(first + block_n, seqlen_k) - 1
+            begin = 0 if right == UNLIMITED else max(first - offset - right, 0)
+            end = seqlen_q if left == UNLIMITED else min(last - offset + left + 1, seqlen_q)
+            full_begin = 0 if right == UNLIMITED else max(last - offset - right, 0)
+            full_end = seqlen_q if left == UNLIMITED else min(first - offset + left + 1, seqlen_q)
+            if begin >= end:
+                own.append(SeenRows(0, 0, 0, 0))
+                continue
+            first_full = math.ceil(full_begin / block_m)
+            last_full = math.ceil(full_end / block_m) if full_end == seqlen_q else full_end // block_m
+            # As in ``schedule.row_blocks``, except without edges (``full_begin``).
+            if has_edges and first + block_n > seqlen_k:
+                last_full = first_full
+            own.append(SeenRows(begin // block_m, math.ceil(end / block_m), first_full, last_full))
+        rows += own * len(list(equal))
     return tuple(rows)
 
 
-def average_lengths(problem: Problem) -> tuple[int, int]:
-    """Return (query rows, keys) of a sequence, rounded up. Lengths on the device are not read."""
-    sequences = max(problem.batch, 1)
-    return math.ceil(problem.total_q / sequences), math.ceil(problem.total_k / sequences)
+def assumed_lengths(problem: Problem) -> list[tuple[int, int]]:
+    """Return (query rows, keys) of each packed sequence, the longest first; of one sequence of a dense call.
+
+    Lengths on the device are not read. The host knows the number of sequences, their sum and the longest. If
+    a share u of the sequences is shorter than longest * u ** e, the mean is longest / (e + 1). Lengths that
+    are drawn log-uniformly, as those of documents, are close to this.
+    """
+    totals = problem.total_q, problem.total_k
+    if not problem.varlen:
+        sequence_q, sequence_k = (math.ceil(total / max(problem.batch, 1)) for total in totals)
+        return [(sequence_q, sequence_k)]
+    ranks = [(rank + 0.5) / problem.batch for rank in reversed(range(problem.batch))]
+    sides = []
+    for bound, total in zip((problem.seqlen_q, problem.seqlen_k), totals, strict=True):
+        longest = min(bound, total)
+        exponent = max(longest * problem.batch / total - 1, 0.0)
+        sides.append([math.ceil(longest * rank**exponent) for rank in ranks])
+    return list(zip(*sides, strict=True))
 
 
 def as_scheduled(problem: Problem, heads: int) -> Problem:
@@ -152,10 +171,19 @@ SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 """Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
 two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
 under a causal mask, where heads complete later."""
+STEP = 64 * 128
+"""Floats of dQ in a step of most configurations. With fewer, ``dq_accum`` may have room for more heads."""
 LISTED_ROUNDS = 8
 """With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
 does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
 those of all heads must start early."""
+BYTES_BY_COST, BYTES_BY_SEQUENCE = 60e6, 90e6
+"""Up to so many :func:`bytes_at_work`, packed rows stay in the L2 cache, by the order of the tile table. By
+cost, packed documents took longer on an H200 than estimated without misses: with 12 query heads on 2 1.32
+times as long, 28 on 4 1.31, 40 on 8 1.15, 24 on 8 1.07 (head_dim 128, 32,768 tokens). A model with a cache of
+40 MB and 3.3 TB/s behind it is within 7 % of ten such calls. Both numbers come from it."""
+SHORT = 1024
+"""Keys up to which sequences have few programs that could read a row from the cache."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -200,6 +228,12 @@ SIGNAL = 2.0
 """From a program's last addition to dQ to the start of its conversion."""
 SUM = 4.0
 """The launch of the kernel that adds up parts."""
+L2_PARTS = 40e6
+"""Bytes of parts that stay in the L2 cache."""
+PART_BYTES = 5.0e6
+"""Bytes per microsecond of parts that do not stay there. With 107 MB of parts, cross-attention to 234 keys
+took 291 us, and the estimate without this time is 237; with 101 MB, to 512 keys, 670 and 613. Under a causal
+mask it is not added: there, splits also keep rows in the cache, which is not estimated for dense calls."""
 
 
 class LaunchWork(NamedTuple):
@@ -234,7 +268,7 @@ def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardCo
     one that divides heads rather than rows. Work tiles that make ENOUGH_ROUNDS are not divided further.
     """
     first = configs[0]  # the table's, which stays unless another should clearly be faster
-    if not problem.total_q or not problem.total_k:
+    if not (problem.batch and problem.total_q and problem.total_k):
         return first
     whole = microseconds(problem, first)
     choices = tuple(variants(problem, configs))
@@ -257,7 +291,8 @@ def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[
     for config, splits in itertools.product(configs, candidates(problem)):
         divided = replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
         work = work_of_launch(problem, divided)
-        if splits.parts > 1 and work.tiles >= enough:
+        # Rows that leave the L2 cache may be worth dividing in any number of rounds.
+        if splits.parts > 1 and work.tiles >= enough and cache_misses(problem, config) == 1:
             continue
         yield divided
         # Room for all heads only where heads would wait for it: if all fit, ``dq_accum`` leaves the L2 cache
@@ -283,20 +318,23 @@ def microseconds(
     time = LAUNCH[config.BLOCK_M] + moved / BYTES + (of_programs or busiest)(work)
     time += accum_bytes(problem, work) / ACCUM_BYTES
     if config.parts > 1:
-        time += SUM + 2 * config.parts * part_bytes(problem) / BYTES
+        parts = config.parts * part_bytes(problem)
+        time += SUM + 2 * parts / BYTES
+        if not is_causal(problem):
+            time += 2 * max(parts - L2_PARTS, 0) / PART_BYTES
     return time
 
 
 @lru_cache(maxsize=64)
 def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
-    """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
+    """Return the work of a call with ``config``."""
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
     block_d, block_dv = tile_widths(problem)
     rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
-    tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
-    tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
-    rows *= packed_sequences(problem)
+    if sorted_by_cost(problem, config):
+        rows = tuple(sorted(rows, key=lambda seen: seen.begin - seen.end))
+    tiles = math.ceil(group * row_tiles(problem) / (len(rows) * config.ROW_SPLITS))
     programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
     # Without dq_accum nothing waits for it. The waits of deterministic sums are not modelled.
     no_accum = config.wide or config.ONE_BLOCK
@@ -305,6 +343,7 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
     if not problem.deterministic and (is_causal(problem) or has_lists(problem)):
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
     resident = heads if simple else resident_heads(scheduled, config, 1, programs)
+    costs = WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M]
     return LaunchWork(
         rows=rows[::-1] if problem.deterministic else rows,
         heads=heads,
@@ -315,7 +354,7 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
         # Chunks have POSTPROCESS_CHUNK floats, and a tile has 64 x block_d.
         chunks=0 if no_accum else tiles * block_d // 16,
         programs=programs,
-        costs=WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
+        costs=costs._replace(step=costs.step * cache_misses(problem, config)),
     )
 
 
@@ -323,14 +362,55 @@ def accum_bytes(problem: Problem, work: LaunchWork) -> int:
     """Return the bytes of ``dq_accum``."""
     if not work.chunks:
         return 0
-    rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
-    rows *= packed_sequences(problem)
+    rows = row_tiles(problem) * WARPGROUP_ROWS
     return 4 * work.resident * work.group * rows * tile_widths(problem)[0]
 
 
-def packed_sequences(problem: Problem) -> int:
-    """Return the number of sequences whose blocks of keys one key head has; 1 for dense tensors."""
-    return problem.batch if problem.varlen else 1
+def row_tiles(problem: Problem) -> int:
+    """Return the number of 64-row tiles of a query head, in all packed sequences or in one dense sequence."""
+    return sum(math.ceil(length / WARPGROUP_ROWS) for length, _ in assumed_lengths(problem))
+
+
+def bytes_at_work(problem: Problem, config: BackwardConfig) -> int:
+    """Return the bytes of q, dO and dq_accum that programs work on at a time, sequence after sequence.
+
+    Under a causal mask, programs of a sequence have different numbers of steps for each query head of the
+    group. They are soon at different heads, so all rows of the group should stay in the L2 cache. Each block
+    of keys has as many rows, on average, as keys.
+    """
+    rows = multiprocessors(problem.device) * config.BLOCK_N * problem.group_size // config.HEAD_SPLITS
+    return rows * row_bytes(problem)
+
+
+def sorted_by_cost(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether the tile table lists work tiles by cost, not sequence after sequence.
+
+    A work tile has all query heads of a group: that of the first keys of a long document takes 830 us of a
+    call of 2,500. Sequence after sequence, those of the last heads begin late: packed documents of 40 to
+    4,000 tokens take up to 1.04 times the time by cost (simulated). By cost, programs work on more sequences
+    at a time, whose rows must be in the L2 cache. Deterministic sums have an order of their own.
+    """
+    _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    if not problem.varlen or problem.deterministic or right == UNLIMITED:
+        return False
+    return not is_causal(problem) or bytes_at_work(problem, config) <= BYTES_BY_COST
+
+
+def cache_misses(problem: Problem, config: BackwardConfig) -> float:
+    """Return the factor of the time of steps whose rows leave the L2 cache, 1 if they do not.
+
+    It was found for packed sequences under a causal mask. Programs that divide the rows of a block of keys
+    work on fewer sequences at a time.
+    """
+    many = problem.varlen and is_causal(problem) and problem.seqlen_k > SHORT
+    if not many or problem.deterministic or config.wide:
+        return 1.0
+    return max(bytes_at_work(problem, config) / config.ROW_SPLITS / BYTES_BY_SEQUENCE, 1.0)
+
+
+def row_bytes(problem: Problem) -> int:
+    """Return the bytes of a row of q, dO and ``dq_accum``."""
+    return problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
 
 
 def tile_costs(work: LaunchWork) -> list[list[float]]:
@@ -418,9 +498,8 @@ def l2_swizzle(problem: Problem) -> int:
 
     It is the largest divisor of :func:`key_heads` for which q, dO and ``dq_accum`` fit in SWIZZLE_BYTES.
     """
-    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     room = SWIZZLE_BYTES["uneven" if has_uneven_blocks(problem) else "even"]
-    most = room // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
+    most = room // (row_bytes(problem) * problem.group_size * max(problem.seqlen_q, 1))
     return largest_divisor(key_heads(problem), most)
 
 
@@ -451,8 +530,15 @@ def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, progr
         return key_heads(problem)
     # Twice the heads at work and one. Causal at a length of 512 and head_dim 64, 1.2, 1.5, 2, 3 and 6 times
     # took 533, 493, 481, 483 and 491 us: with less room heads wait, with more dq_accum leaves the L2 cache.
+    # If steps have fewer floats, more heads complete during a conversion: causal at a length of 1,024, heads
+    # of 16 took as long as without a mask, 1.4 times the estimate. Three times the heads at work have room in
+    # fewer bytes than twice the heads of 128 columns. Grouped heads, and those of packed sequences, take
+    # longer.
     tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
     rounds = LISTED_ROUNDS if has_lists(problem) else 2
+    short = config.BLOCK_M * tile_widths(problem)[0] < STEP and problem.group_size == 1
+    if short and is_causal(problem) and not (problem.varlen or problem.deterministic or has_lists(problem)):
+        rounds = 3
     heads = math.ceil(rounds * programs / max(tiles, 1)) + 1
     # A group of interleaved heads completes at once, so another group needs room meanwhile. Without it,
     # causal calls took up to 20 % longer. Without a mask, all rooms that were tried were within 5 % of each

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward.costs import (
     l2_swizzle,
     last_heads,
     resident_heads,
+    sorted_by_cost,
 )
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
@@ -65,7 +66,7 @@ from flashtile.backends.hopper.modifiers import (
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable, Unwritten, UnwrittenSizes
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.common import LOG2_E
 from flashtile.problems.masks import MAX_CAPTURED
 
 SMALLEST_SCALE = 1e-6
@@ -137,14 +138,9 @@ def key_tile_table(problem: Problem, config: BackwardConfig) -> TileTable | None
         return None
     heads, d, dv = problem.num_heads_kv * config.parts, problem.head_dim, problem.head_dim_v
     sizes = UnwrittenSizes(heads * d // 8, heads * dv // 8, problem.num_heads_q * d // 8)
-    # A work tile has all query heads of a group: that of the first keys of a long document takes 830 us of a
-    # call of 2,500. Sorted by sequences, those of the last heads begin late: packed documents of 40 to 4,000
-    # tokens are estimated to take 1.075 times the least time, by cost 1.006 (with one more of the last heads,
-    # not measured). Deterministic sums take the blocks of a sequence in the other order.
-    _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return TileTable(
         problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, config.BLOCK_N,
-        by_cost=right != UNLIMITED and not problem.deterministic, sizes=sizes,
+        by_cost=sorted_by_cost(problem, config), sizes=sizes,
     )  # fmt: skip
 
 

@@ -30,9 +30,9 @@ DIVIDED_M_BLOCKS = 8
 """The queue divides no work tiles of sequences with equal numbers of queries if a sequence has this many
 m_blocks or more. It then has many work tiles without division, and the code for partial results would cost
 4 to 6 %. Of packed queries the host knows only the longest sequence, which may be the only one with many
-m_blocks: they are divided unless this sequence alone has a work tile for each program (``launch.divides``).
-A step of 85 sequences with 255 queries at most, 12 heads on 2, took 239 us undivided on an H200, as long as
-its longest work tile."""
+m_blocks: they are divided unless this sequence alone has a work tile for each program. Steps of chunks and
+single tokens are divided if there are less than MAX_SHARED work tiles for each program (``launch.divides``),
+because keys of a single token may then take longer than a program's mean load."""
 DIVIDED_SLOTS = 2
 """Slots for parts of divided work tiles, per program. Two suffice, because a part may be at least as long as
 a program's mean load."""
@@ -67,8 +67,15 @@ class HopperDecodeConfig(DecodeConfig):
     PIN_WAIT: bool
 
     def takes_stream_k(
-        self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
-    ) -> bool:
+        self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool,
+        mixed: bool = False,
+    ) -> bool:  # fmt: skip
+        # The first m_blocks of a chunk have few keys. Equal shares of keys give many of them to one program,
+        # although each costs as much as several n_blocks. Programs also step, one by one, over m_blocks that
+        # single tokens do not have. In a step of 23 sequences with 605 tokens at most, 24 heads on 8, one
+        # program had 38 work tiles, and the mean was 3: 404 us on an H200, with FlashAttention-3 222 us.
+        if mixed and m_blocks > 1:
+            return False
         programs = multiprocessors * self.programs_per_sm
         rounds = -(-work_tiles // programs)
         return work_tiles < MIN_FILLED * rounds * programs and work_tiles < MAX_SHARED * programs

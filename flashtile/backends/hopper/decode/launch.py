@@ -24,6 +24,7 @@ from flashtile.backends.hopper.decode.config import (
     DIVIDED_M_BLOCKS,
     DIVIDED_SLOTS,
     MAX_LOADERS,
+    MAX_SHARED,
     HopperDecodeConfig,
     HopperDecodeVariant,
     gathers,
@@ -49,6 +50,7 @@ from flashtile.backends.portable.decode.launch import (
     layout,
     lengths_of,
     m_blocks_of,
+    most_work_tiles,
     num_splits_of,
     outer_strides_of,
     round_up,
@@ -111,14 +113,16 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
     """Whether long work tiles are divided into parts, each of which is an entry of the work queue.
 
-    They are divided unless the call chooses splits, the grid is stream-K, or a sequence has many m_blocks
+    They are divided unless the call chooses splits, the grid is stream-K, or there are many work tiles
     (:data:`DIVIDED_M_BLOCKS`).
     """
     if not takes_any_splits(problem) or is_stream_k(problem, config):
         return False
-    m_blocks = m_blocks_of(packed(problem), config)
-    work_tiles = m_blocks * packed(problem).num_heads_kv  # of the longest sequence
-    fills = work_tiles >= multiprocessors(problem.device) * config.programs_per_sm
+    of_heads, programs = packed(problem), multiprocessors(problem.device) * config.programs_per_sm
+    m_blocks = m_blocks_of(of_heads, config)
+    fills = m_blocks * of_heads.num_heads_kv >= programs  # the longest sequence does
+    if problem.mixed:
+        fills &= most_work_tiles(of_heads, config) >= MAX_SHARED * programs
     return m_blocks < DIVIDED_M_BLOCKS or (problem.varlen and not fills)
 
 

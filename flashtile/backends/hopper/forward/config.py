@@ -100,7 +100,10 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     PAIRED: bool
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
     PACK: int
-    """Number of query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA)."""
+    """Number of rows of a token in a tile: one for each query head of a key head that shares the tile
+    (FlashAttention-3's PackGQA), and unused ones if these are no power of two."""
+    PACKED_HEADS: int
+    """Number of query heads of a key head that share a tile."""
     SCALED_SCORES: bool
     """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive.
     Otherwise the softmax scales its input: raw products, the tanh of a soft-cap, or scores in natural
@@ -161,6 +164,7 @@ _M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
 _M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0)
 _M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
 _D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
+_D96_N128_PING_PONG = replace(_D96_N128, PING_PONG=True)
 _D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
 _D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True)
 _D192_N64_Q128_PINNED = F(
@@ -237,7 +241,7 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
         (ANY_LENGTH, _D96_N128),  # S 4096, D 80: 1.081
     ),
     (96, 96, True): (
-        (4096, replace(_D96_N128, PING_PONG=True)),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
+        (4096, _D96_N128_PING_PONG),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
         (ANY_LENGTH, None),  # S 4096, D 96: 0.939
     ),
     (160, 160, False): ((ANY_LENGTH, _D160_N128),),  # five boxes of 32 columns: S 4096 1.200
@@ -276,16 +280,22 @@ number of sequences choose between them, since the output of a sequence must not
 
 Tiles of 64 rows, for one sequence of 1024 with 8 heads, in us: head_dim 64 causal 15.0 instead of 17.6, 128
 causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3."""
+LONG = 3072
+"""From here on, packed sequences under a causal mask have tiles of 192 rows at head_dim 64. Not measured;
+estimated from COSTS, they take 0.90 to 0.96 of the time of 128 rows if heads share tiles, and 0.93 to 1.01 if
+not. Under a window to the left the kernel of 192 rows spills 452 bytes, that of 128 rows 8."""
 SHORT = 128
 _SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
     _M128_N64_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=2),
     _M128_N64_SHARED: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, PROGRAMS=3),
     _M128_N64_SHARED_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
+    _D96_N128_PING_PONG: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),  # not measured
 }
-"""Configuration -> one that computes the same bits, for packed sequences of at most SHORT tokens. Most have
-one block of keys, so a program mostly waits: for tiles, and for its own warpgroup. More programs with single
-warpgroups share a multiprocessor instead. Of documents of 16 to 128 tokens, two in three fill less than half
-of a tile of 128 rows. Not measured; estimated from COSTS, they take 0.5 to 0.7 of the time.
+"""Configuration -> another one for packed sequences of at most SHORT tokens. Most have one block of keys, so
+a program mostly waits: for tiles, and for its own warpgroup. More programs with single warpgroups share a
+multiprocessor instead. Of documents of 1 to 40 tokens, a query tile then takes 0.9 (three programs) or 1.4 us
+of a multiprocessor, and one of two warpgroups 3.5. Of documents of 16 to 128 tokens, two in three fill less
+than half of a tile of 128 rows.
 
 Several sequences in one tile would fill it better. But P of a hidden key is 0, and 0 times a NaN or an
 infinity among the values of one sequence would reach the others. A row's sums would also depend on where its
@@ -385,6 +395,9 @@ def choose(problem: Problem) -> ForwardConfig:
         return config
     if problem.varlen and max(problem.seqlen_q, problem.seqlen_k) <= SHORT:
         return _SHORT_ROWS.get(config, config)
+    left, _ = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    if problem.varlen and problem.seqlen_k >= LONG and left == UNLIMITED and config == _M128_N128_TWO_Q:
+        return _M192_N128
     sizes = tile_columns(problem)
     return fastest(
         problem, alternatives(config), lambda other: COSTS.get((*sizes, other.warpgroups, other.BLOCK_N))

@@ -329,6 +329,8 @@ def load_queries(
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         row = RAGGED_ROWS - work.seqlen_q + row
+        # Unused rows of a token get queries of the next heads, or zeros: they are computed, but not stored.
+        head *= C.PACKED_HEADS
         async_load(desc, [RAGGED_ROWS, end, row, head, column], barrier, tile)
     elif C.PACK > 1:
         async_load(desc, [work.sequence, row, head, 0, column], barrier, tile)
@@ -406,15 +408,21 @@ class StateWithStatistics(NamedTuple):
     l: Any
     m: Any
     largest: Any
-    """[64]: largest score of a key, in log2 units. Unlike m it does not lag behind, and knows no sink."""
+    """[64]: largest score of a key, in log2 units, where m is another: it may lag behind, or be a sink."""
     moment: Any
     """[64, 4]: sums of P log2 P, in the units and the layout of l."""
+
+
+@gluon.constexpr_function
+def keeps_largest(C):
+    """Whether the largest score is kept apart from m, which may lag behind or be a sink. If not, it is m."""
+    return C.MAX_LOGITS and (C.SINK or C.LAZY_RESCALE)
 
 
 @gluon.jit
 def state_of(C: gl.constexpr, o, l, m, largest, moment):
     """Return the state of the online softmax, with statistics if the call has any."""
-    if C.MAX_LOGITS or C.ENTROPY:
+    if keeps_largest(C) or C.ENTROPY:
         return StateWithStatistics(o, l, m, largest, moment)
     else:
         return SoftmaxState(o, l, m)
@@ -423,7 +431,7 @@ def state_of(C: gl.constexpr, o, l, m, largest, moment):
 @gluon.jit
 def statistics_of(C: gl.constexpr, state):
     """Return (largest, moment) of the state; zeros for what the call lacks."""
-    if C.MAX_LOGITS or C.ENTROPY:
+    if keeps_largest(C) or C.ENTROPY:
         return state.largest, state.moment
     else:
         return 0, 0
@@ -491,6 +499,8 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     store_lse(C, lse, work, head, positions, pointers, schedule)
     largest, moment = statistics_of(C, state)
     if C.MAX_LOGITS:
+        if not keeps_largest(C):
+            largest = m
         store_row(C, to_natural(C, largest), work, head, positions, pointers.max_logits, schedule)
     if C.ENTROPY:
         mean = gl.convert_layout(gl.sum(moment, 1), row_layout) / gl.where(sums == 0, 1.0, sums)
@@ -503,7 +513,8 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
         kept = numbers.keep_scale
     # Rows that see no key become 0. Where a score is NaN, O itself is NaN and stays so.
     o = each(scale_rows, o, gl.where(sums > 0, kept / sums, 0.0))
-    store_tile(C, W, each(cast, o, output.desc.dtype), q, q_part, j, output, work, first)
+    o = each(cast, o, output.desc.dtype)
+    store_tile(C, W, o, q, q_part, j, output, work, first, schedule.num_heads)
     return i
 
 
@@ -511,10 +522,15 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 def row_positions(C: gl.constexpr, work, first, row_layout: gl.constexpr):
     """Return (row of the sequence, query head) for each of a warpgroup's 64 rows.
 
-    If PACK > 1, the PACK query heads of a token are consecutive rows.
+    If PACK > 1, the query heads of a token are consecutive rows. If PACKED_HEADS is less than PACK, the other
+    rows of a token get a position behind the sequence, where nothing is stored.
     """
     row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
-    return first + row // C.PACK, work.head // C.COLUMN_SPLITS * C.PACK + row % C.PACK
+    position, head = first + row // C.PACK, row % C.PACK
+    if C.PACKED_HEADS < C.PACK:
+        position = gl.where(head < C.PACKED_HEADS, position, work.seqlen_q)
+        head = gl.minimum(head, C.PACKED_HEADS - 1)
+    return position, work.head // C.COLUMN_SPLITS * C.PACKED_HEADS + head
 
 
 @gluon.constexpr_function
@@ -590,7 +606,7 @@ def first_state(C: gl.constexpr, head, pointers):
     if C.SINK:
         l += 0.25
     largest = 0
-    if C.MAX_LOGITS:
+    if keeps_largest(C):
         largest = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, m.type.layout)
     return state_of(C, o, l, m, largest, moment)
 
@@ -682,11 +698,11 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     o, l, m = state.o, state.l, state.m
     largest, moment = statistics_of(C, state)
     m_first = m
-    weights, m, alpha, top_first = online_softmax(C, s, m, numbers.scale_log2)
-    if C.MAX_LOGITS:
-        largest = gl.maximum(largest, top_first)
+    weights, log_p, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
+    if keeps_largest(C):
+        largest = gl.maximum(largest, top)
     if C.ENTROPY:
-        moment = entropy_step(C, moment, s, weights, l, m_first, m, alpha, numbers.scale_log2, True)
+        moment = entropy_step(C, moment, weights, log_p, l, m_first, m, alpha, True)
     l = scale_rows(l, alpha) + quad_sums(weights)
     if CUTS_FIRST:  # else O is 0
         o = each(scale_rows, o, alpha)
@@ -721,11 +737,11 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
                 s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, C.EVEN_N)
         # m, P and l of block n. l sums P in fp32, before it is rounded for P V, and with what dropout drops.
         m_old = m
-        weights, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
-        if C.MAX_LOGITS:
+        weights, log_p, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
+        if keeps_largest(C):
             largest = gl.maximum(largest, top)
         if C.ENTROPY:
-            moment = entropy_step(C, moment, s, weights, l, m_old, m, alpha, numbers.scale_log2, C.LISTED)
+            moment = entropy_step(C, moment, weights, log_p, l, m_old, m, alpha, C.LISTED)
         l = scale_rows(l, alpha) + quad_sums(weights)
         # ptxas may move the wait for P V before the exponentials. Keeping it behind them made calls 0.90 to
         # 1.09 times as fast, so the table of configurations says where.
@@ -785,12 +801,11 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
         s, block = block_scores(C, W, WIDTH, tile, rows, i, n)
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
         m_old = gl.convert_layout(m, row)
-        weights, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
-        if C.MAX_LOGITS:
+        weights, log_p, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
+        if keeps_largest(C):
             largest = gl.maximum(largest, gl.convert_layout(top, largest.type.layout))
         if C.ENTROPY:
-            scale_log2 = tile.numbers.scale_log2
-            moment = entropy_step(C, moment, s, weights, l, m_old, m_new, alpha, scale_log2, True)
+            moment = entropy_step(C, moment, weights, log_p, l, m_old, m_new, alpha, True)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
         p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
@@ -1159,8 +1174,8 @@ from the largest fp16."""
 
 @gluon.jit
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """Return (unnormalised P, new row maximum, factor for earlier sums, largest score of each row in log2
-    units). ``scale_log2`` is positive.
+    """Return (unnormalised P, log2 P, new row maximum, factor for earlier sums, largest score of each row in
+    log2 units). ``scale_log2`` is positive.
 
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451), the maximum m changes only if
     a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m, so out and lse do not depend on m.
@@ -1175,37 +1190,28 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
         m_new = gl.maximum(m, top)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf: the row has seen no key so far
     if C.SCALED_SCORES:
-        p = gl.exp2(s - shift[:, None])
-    elif has_natural_scores(C):
-        factor = gl.where(is_large(m_new), 2.0, scale_log2)
-        p = gl.exp2(gl.fma(s, factor[:, None], -shift[:, None]))
-    else:  # one FMA, as above: floating-point fusion is on
-        p = gl.exp2(s * scale_log2 - shift[:, None])
-    return p, m_new, gl.exp2(m - shift), top
-
-
-@gluon.jit
-def entropy_step(
-    C: gl.constexpr, moment, s, p, l, m, m_new, alpha, scale_log2, MAY_HIDE: gl.constexpr
-):  # fmt: skip
-    """Add a block of keys to ``moment``, the sums of P log2 P. l and m are those before the block.
-
-    P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P then change by the
-    sums of P times the change. The other arguments are those and the results of :func:`online_softmax`.
-    """
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    if C.SCALED_SCORES:
         log_p = s - shift[:, None]
     elif has_natural_scores(C):
         factor = gl.where(is_large(m_new), 2.0, scale_log2)
         log_p = gl.fma(s, factor[:, None], -shift[:, None])
-    else:
+    else:  # one FMA, as above: floating-point fusion is on
         log_p = s * scale_log2 - shift[:, None]
+    return gl.exp2(log_p), log_p, m_new, gl.exp2(m - shift), top
+
+
+@gluon.jit
+def entropy_step(C: gl.constexpr, moment, p, log_p, l, m, m_new, alpha, MAY_HIDE: gl.constexpr):
+    """Add a block of keys to ``moment``, the sums of P log2 P. l and m are those before the block.
+
+    P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P then change by the
+    sums of P times the change. The other arguments are the results of :func:`online_softmax`.
+    """
     # The logarithm of what is 0 is -inf, and 0 times -inf would be NaN. Far above -1000, exp2 is 0 as well.
     if MAY_HIDE or has_natural_scores(C):
         log_p = gl.maximum(log_p, -1000.0)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     moment = scale_rows(moment + scale_rows(l, gl.maximum(m - shift, -1000.0)), alpha)
-    return moment + gl.convert_layout(quad_sums(p * log_p), moment.type.layout)
+    return moment + gl.convert_layout(quad_dots(p, log_p), moment.type.layout)
 
 
 @gluon.jit
@@ -1270,6 +1276,18 @@ def quad_sums(p):
 
 
 @gluon.jit
+def quad_dots(p, x):
+    """Sum p x [rows, N] to [rows, 4], as :func:`quad_sums` does.
+
+    Pairs are added last: the sums over N // 8 pairs are then chains of FMAs. Added first, a pair would take a
+    product, an FMA, and an addition to the sum.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum((p * x).reshape([M, N // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
 def as_operand(C: gl.constexpr, weights, bits, rows, dtype: gl.constexpr):
     """Return P as the left operand of P V, in 16 bits, without the probabilities that dropout drops.
 
@@ -1287,7 +1305,7 @@ def as_operand(C: gl.constexpr, weights, bits, rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first):
+def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first, num_heads=0):
     """Store warpgroup W's rows of O, a tuple of accumulators, by TMA, from row ``first`` on.
 
     The rows are written to shared memory before TMA stores them: to the tiles of q (Q_HOLDS_O), to small
@@ -1304,7 +1322,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
         for n in gl.static_range(C.BLOCK_DV // PART):
             # No wait: all S are complete, so nothing reads these tiles of q any more.
             store_part(parts[n], q.tiles.index(q_part + n))
-            store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART)
+            store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART, num_heads)
     elif C.O_IN_PARTS:
         # A few columns at a time; the parts alternate between two tiles of shared memory.
         PART: gl.constexpr = output.desc.block_type.shape[-1]  # type: ignore[no-redef]
@@ -1316,7 +1334,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             # odd COUNT it is the last store, that of the previous rows.
             tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
             store_part(parts[n], tile)
-            store_rows(C, output.desc, work, first, tile, n * PART)
+            store_rows(C, output.desc, work, first, tile, n * PART, num_heads)
     else:
         if C.Q_HOLDS_O:
             o_tile = q.tiles.index(q_part)
@@ -1325,7 +1343,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             tma.store_wait(0)  # the tile may still hold the previous rows
         o_tile.reshape([WARPGROUP_ROWS, C.BLOCK_DV]).store(o[0])
         fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
-        store_rows(C, output.desc, work, first, o_tile)
+        store_rows(C, output.desc, work, first, o_tile, 0, num_heads)
     if C.Q_HOLDS_O:  # the producer loads the next queries into these tiles
         tma.store_wait(0)
         q.release(j)
@@ -1348,12 +1366,15 @@ def first_column(C: gl.constexpr, work):
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0):
+def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0, num_heads=0):
     """Store a warpgroup's rows of the output by TMA, from ``column`` of the work tile's columns on; rows past
-    the last query are not written."""
+    the last query are not written. ``num_heads``: heads of the schedule, for packed sequences with PACK > 1.
+    """
     head, column = work.head // C.COLUMN_SPLITS, first_column(C, work) + column
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
+        if C.PACK > 1:  # groups of all rows are counted (``ragged_view``)
+            end, head = end * (num_heads // C.COLUMN_SPLITS) + head, 0
         async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], tile)
     elif C.PACK > 1:
         async_store(desc, [work.sequence, row, head, 0, column], tile)

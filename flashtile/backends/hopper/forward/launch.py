@@ -27,6 +27,7 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     padded_columns,
     persistent_programs,
+    rows_of_token,
     score_numbers,
 )
 from flashtile.backends.hopper.forward.config import (
@@ -96,7 +97,8 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         EVEN_N=even,
         QUEUED=plan.queued,
         PAIRED=plan.paired,
-        PACK=plan.pack,
+        PACK=rows_of_token(plan.pack),
+        PACKED_HEADS=plan.pack,
         SCALED_SCORES=scaled,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
@@ -156,7 +158,7 @@ def tile_table(
         problem.seqlen_q,
         problem.total_q,
         problem.total_k,
-        plan.config.BLOCK_M,
+        plan.config.BLOCK_M // rows_of_token(plan.pack),
         problem.seqused_k,
         plan.paired,
         sizes=sizes,
@@ -322,8 +324,10 @@ def views(
         part = d
     out_strides = contiguous_strides(problem.out_shape)
     if problem.varlen:
-        view_q = ragged_view(q.shape, q.stride(), rows, d, dtype)
-        view_o = ragged_view(problem.out_shape, out_strides, rows, part, out_dtype)
+        view_q = ragged_view(q.shape, q.stride(), rows, d, dtype, variant.PACK)
+        view_o = ragged_view(
+            problem.out_shape, out_strides, rows, part, out_dtype, variant.PACK, variant.PACKED_HEADS
+        )
     elif variant.PACK > 1:
         view_q = packed_view(q.shape, q.stride(), variant.PACK, rows, d, dtype)
         view_o = packed_view(problem.out_shape, out_strides, variant.PACK, rows, part, out_dtype)

@@ -22,6 +22,7 @@ from flashtile.backends.hopper.config import (
     has_lists,
     heads_together,
     modifiers_of,
+    rows_of_token,
 )
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -117,9 +118,9 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
     """Return how the work of a call is divided under ``config``."""
     pack, splits = 1, 1
     if kernel != "dq":
-        pack, splits = pack_of(problem, config.BLOCK_M, windows=kernel == "forward"), column_splits(problem)
+        pack, splits = pack_of(problem, config.BLOCK_M, kernel), column_splits(problem)
     heads = problem.batch * problem.num_heads_q // pack * splits
-    blocks = math.ceil(problem.seqlen_q * pack / config.BLOCK_M)
+    blocks = math.ceil(problem.seqlen_q * rows_of_token(pack) / config.BLOCK_M)
     mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
     right = mask.window_right
     one_edge = right != UNLIMITED and mask.window_left == UNLIMITED
@@ -237,24 +238,46 @@ def microseconds(work: LaunchWork) -> float:
     return LAUNCH + max(busy)
 
 
-def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
+def pack_of(problem: Problem, block_m: int, kernel: str = "forward") -> int:
     """Return the number of query heads of a key head that share a tile: :func:`heads_together`, or 1.
 
-    The heads share tiles if this saves a quarter of the tiles. If ``windows`` is True and the mask has a left
-    and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit. Rows of
-    a shared tile have fewer distinct positions, so together they see fewer keys.
+    The heads share tiles if this saves a quarter of the tiles. In the kernel "forward", if the mask has a
+    left and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit.
+    Rows of a shared tile have fewer distinct positions, so together they see fewer keys. Packed sequences are
+    divided by :func:`packed_heads`.
     """
     pack = heads_together(problem.group_size)
-    if problem.varlen or modifiers_of(problem):
+    if modifiers_of(problem):
         return 1
+    if problem.varlen:
+        return packed_heads(problem, block_m) if kernel == "forward" else 1
     apart = pack * math.ceil(problem.seqlen_q / block_m)
     together = math.ceil(problem.seqlen_q * pack / block_m)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    if windows and left != UNLIMITED and right != UNLIMITED:
+    if kernel == "forward" and left != UNLIMITED and right != UNLIMITED:
         window = max(left + 1 + right, 1)
         apart = max(apart, 1) * (WARPGROUP_ROWS + window)
         together = max(together, 1) * (WARPGROUP_ROWS // pack + window)
     return pack if together <= 0.75 * apart else 1
+
+
+LIKELY_LENGTH = 1 / 4
+"""Length of most packed sequences as a share of the longest: the host knows only the longest, and documents
+differ much."""
+
+
+def packed_heads(problem: Problem, block_m: int) -> int:
+    """Return the number of query heads of a key head that share a tile if sequences are packed.
+
+    Sharing tiles leaves fewer rows without a query at the ends of sequences: a document of 10 tokens fills 10
+    of 64 rows with one head, and 40 with four. So :func:`heads_together` always share tiles. All heads of
+    another group share them, with unused rows, if this is estimated to save a quarter of the tiles.
+    """
+    group, pack = problem.group_size, heads_together(problem.group_size)
+    length = math.ceil(problem.seqlen_q * LIKELY_LENGTH)
+    apart = group // pack * math.ceil(length * pack / block_m)
+    together = math.ceil(length * rows_of_token(group) / block_m)
+    return group if group <= WARPGROUP_ROWS and together <= 0.75 * apart else pack
 
 
 def interleaved_heads(problem: Problem, heads: int, group: int, blocks: int, few: bool) -> int:

@@ -55,7 +55,7 @@ class ForwardSchedule(NamedTuple):
     num_blocks: Any
     """Blocks of query rows of the longest sequence."""
     num_heads: Any
-    """Number of heads in the schedule: the number of query heads, divided by PACK."""
+    """Number of heads in the schedule: query heads, divided by PACKED_HEADS, times COLUMN_SPLITS."""
     swizzle: Any
     """Number of heads whose work tiles are interleaved for the L2 cache; divides the heads of the batch."""
     seqlen_q: Any
@@ -68,7 +68,7 @@ class ForwardSchedule(NamedTuple):
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     kv_group: Any = 1
-    """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""
+    """Heads of the schedule per key head: its query heads, divided by PACKED_HEADS, times COLUMN_SPLITS."""
     bias_batch: Any = None
     """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
@@ -212,7 +212,8 @@ def query_blocks(C: gl.constexpr, work, schedule):
     """Return how many blocks of query rows the sequence of work tile ``work`` has."""
     num_blocks = schedule.num_blocks
     if C.VARLEN:
-        num_blocks = min((work.seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M, num_blocks)
+        TOKENS: gl.constexpr = C.BLOCK_M // C.PACK
+        num_blocks = min((work.seqlen_q + TOKENS - 1) // TOKENS, num_blocks)
     return num_blocks
 
 

@@ -53,8 +53,9 @@ class DecodeConfig:
     precision: str
 
     def takes_stream_k(
-        self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
-    ) -> bool:
+        self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool,
+        mixed: bool = False,
+    ) -> bool:  # fmt: skip
         """Whether programs should share all n_blocks equally, as in stream-K.
 
         Args:
@@ -62,6 +63,7 @@ class DecodeConfig:
             work_tiles: maximum number of work tiles in the batch.
             tile_bytes: maximum bytes of a work tile, by :func:`bytes_to_read`.
             even: whether all work tiles have equally many bytes, and the cache has no pages.
+            mixed: ``DecodeProblem.mixed``, which only the kernel for Hopper considers.
         """
         if m_blocks > BALANCED_M_BLOCKS:
             return False

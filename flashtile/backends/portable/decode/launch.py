@@ -162,6 +162,12 @@ def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
     return -(-problem.seqlen_q * problem.group_size // config.tile.BLOCK_M)  # triton.cdiv takes 2 us
 
 
+def most_work_tiles(problem: DecodeProblem, config: DecodeConfig) -> int:
+    """Return the maximum number of work tiles of the batch."""
+    m_blocks = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
+    return min(problem.batch * m_blocks_of(problem, config), m_blocks) * problem.num_heads_kv
+
+
 def is_stream_k(problem: DecodeProblem, config: DecodeConfig) -> bool:
     """Whether programs share all n_blocks equally (stream-K).
 
@@ -169,13 +175,13 @@ def is_stream_k(problem: DecodeProblem, config: DecodeConfig) -> bool:
     """
     if problem.num_splits != 0 or problem.split_size != 0:
         return False
-    m_blocks = m_blocks_of(problem, config)
-    most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
-    work_tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
+    m_blocks, work_tiles = m_blocks_of(problem, config), most_work_tiles(problem, config)
     columns = problem.head_dim + problem.head_dim_v
     tile_bytes = bytes_to_read(keys_seen(problem), columns, operand_bytes(problem))
     even = not (problem.page_size or problem.lengths or problem.leftpad or problem.varlen)
-    return config.takes_stream_k(m_blocks, work_tiles, multiprocessors(problem.device), tile_bytes, even)
+    return config.takes_stream_k(
+        m_blocks, work_tiles, multiprocessors(problem.device), tile_bytes, even, problem.mixed
+    )
 
 
 def keys_seen(problem: DecodeProblem) -> int:

@@ -367,8 +367,8 @@ def appends(problem: DecodeProblem, config: DecodeConfig, append: AppendProblem)
 
     It does where this was faster on an H200: caches of 16 bits in pages, head sizes up to 128, tiles of 16
     rows, and one new token and one query of each sequence. One work tile then has all rows of a key head, so
-    the token's key and value are written and read by one program only. Invariant calls do it in their taller
-    tiles, too, because the bits are those of a separate append.
+    the token's key and value are written and read by one program only. Invariant calls also append in their
+    taller tiles: the bits are those of a separate append.
     """
     one_token = problem.seqlen_q == problem.seqlen_new == append.seqlen_new == 1
     packed = problem.varlen or problem.varlen_new or append.slots

@@ -5,14 +5,15 @@ without filters, and mostly two or three times with them::
 
     survey      the largest score of each lane, and the total probability
     estimate    a bound that all kept scores probably reach
-    few reach it:     list_from           list them; then the list decides about each draw
-    many reach it:    draw_from           draw among them
-                      weights_from        is the winner kept? If not, draw again among better scores
+    few reach it:     list_from           list them, and read the list instead of the row from here on
+                      draw_from           the best two of them, with noise
+                      weights_from        is one of the two kept? If not, draw again among better scores
 
 A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
 than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
 about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
-tokens, so they take part in the next draw.
+tokens, so they take part in the next draw. Of a flat row, 2 of 100 winners are not kept. The second best is
+therefore drawn and checked too: with hundreds of rows, some row would mostly have to be read twice more.
 
 The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
 distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random
@@ -44,6 +45,9 @@ COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
 LOWEST_KEY = tl.constexpr(0x007FFFFF)
 HIGHEST_KEY = tl.constexpr(0xFF800000)
 """Keys of -inf and inf (:func:`key_of`)."""
+STAGES = tl.constexpr(6)
+"""One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
+bfloat16: what a GPU's memory delivers within its latency."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,8 @@ class SamplingVariant:
 
     @property
     def room(self) -> int:
-        """Number of scores in memory for each row: the list, those of two tiles, and unchanged logits."""
-        changed = adjust.MAX_ADJUSTED if self.ADJUSTED else 0
-        return (self.LISTED + 2 * self.BLOCK + changed) if self.FILTERED else 0
+        """Number of scores in memory for each row: the list, and unchanged logits."""
+        return (self.LISTED + adjust.MAX_ADJUSTED * self.ADJUSTED) if self.FILTERED else 0
 
 
 class Row(NamedTuple):
@@ -112,11 +115,18 @@ class Scores(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The winner so far: its score with noise, its score, and its token."""
+    """A winner so far: its score with noise, its score, and its token."""
 
     noisy: tl.tensor
     score: tl.tensor
     token: tl.tensor
+
+
+class Leaders(NamedTuple):
+    """The best so far, and the second best, which wins if the best is not kept."""
+
+    first: Best
+    second: Best
 
 
 @triton.jit
@@ -166,39 +176,44 @@ def add_above(sums, scores, lowest, threshold, unit, largest, by_mass):
 
 
 @triton.jit
-def largest_threshold(row, vocab_size, listed, lowest, wanted, by_mass, digits, C: tl.constexpr):
+def add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def largest_threshold(tile, row, vocab_size, listed, lowest, wanted, by_mass, digits, C: tl.constexpr):
     """Return the largest score for which the scores from it on have a total weight of at least ``wanted``.
 
-    The scores are the first ``vocab_size`` of the row, and those of the list; those below ``lowest`` weigh
-    nothing. Returns -inf if their weight does not suffice. The threshold is found two bits at a time. With
-    fewer than 16 ``digits``, it is rounded down.
+    The scores are those of ``tile`` [BLOCK], the first ``vocab_size`` of the row, and those of the list;
+    those below ``lowest`` weigh nothing. Returns -inf if their weight does not suffice. The threshold is
+    found two bits at a time. With fewer than 16 ``digits``, it is rounded down.
     """
     BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
     for digit in range(digits):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
-        one = tl.zeros([BLOCK], tl.float32)
-        sums = one, one, one
-        for first in range(0, vocab_size, C.BLOCK):
+        nothing = tl.zeros([BLOCK], tl.float32)
+        sums = add_above((nothing, nothing, nothing), tile, lowest, threshold, unit, row.largest, by_mass)
+        for first in tl.range(0, vocab_size, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
             sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
         for first in range(0, listed.count, C.BLOCK):
             scores = load_listed(listed, first, C)
             sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
-        steps = (tl.sum(sums[0], 0) >= wanted).to(tl.uint32) + (tl.sum(sums[1], 0) >= wanted).to(tl.uint32)
-        threshold += unit * (steps + (tl.sum(sums[2], 0) >= wanted).to(tl.uint32))
+        # Together, because each reduction waits for all threads.
+        one, two, three = tl.reduce(sums, 0, add_three)
+        steps = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32)
+        threshold += unit * (steps + (three >= wanted).to(tl.uint32))
     return score_of(threshold)
 
 
 @triton.jit
-def weight_of_listed(listed, lowest, strict, row, by_mass, C: tl.constexpr):
-    """Return the total weight of the listed scores from ``lowest`` on, or with ``strict`` above it."""
+def weight_of_listed(listed, lowest, row, by_mass, C: tl.constexpr):
+    """Return the total weight of the listed scores from ``lowest`` on."""
     BLOCK: tl.constexpr = C.BLOCK
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, listed.count, C.BLOCK):
-        scores = load_listed(listed, first, C)
-        counted = (scores > lowest) | ((scores == lowest) & (strict == 0))
-        total += tl.where(counted, weights_of(scores, lowest, row.largest, by_mass), 0.0)
+        total += weights_of(load_listed(listed, first, C), lowest, row.largest, by_mass)
     return tl.sum(total, 0)
 
 
@@ -309,36 +324,54 @@ def restore_logits(row, tokens_at, originals, count, C: tl.constexpr):
 
 
 @triton.jit
-def draw(best, row, scores, tokens, lowest, strict):
-    """Return the better of ``best`` and of the scores from ``lowest`` on with noise.
+def best_of(noisy, scores, tokens):
+    """Return the best of a tile."""
+    found = tl.max(noisy, 0)
+    token = tl.min(tl.where(noisy == found, tokens, 0x7FFFFFFF), 0)
+    return Best(found, tl.max(tl.where(tokens == token, scores, -float("inf")), 0), token)
 
-    With ``strict``, scores equal to ``lowest`` are left out.
+
+@triton.jit
+def better(a, b):
+    wins = (a.noisy > b.noisy) | ((a.noisy == b.noisy) & (a.token < b.token))
+    return Best(
+        tl.where(wins, a.noisy, b.noisy), tl.where(wins, a.score, b.score), tl.where(wins, a.token, b.token)
+    )  # fmt: skip
+
+
+@triton.jit
+def draw(leaders, row, scores, tokens, lowest, strict, SECOND: tl.constexpr):
+    """Return the leaders among ``leaders`` and the scores from ``lowest`` on with noise.
+
+    With ``strict``, scores equal to ``lowest`` are left out. Without ``SECOND``, the second is not found.
     """
     noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
     # inf stands for a logit that is NaN or infinite. It wins, so that the caller can detect it.
     scores = tl.where(scores == scores, scores, float("inf"))
     drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
     noisy = tl.where(drawn, scores + noise, -float("inf"))
-    found = tl.max(noisy, 0)
-    token = tl.min(tl.where((noisy == found) & drawn, tokens, 0x7FFFFFFF), 0)
-    score = tl.max(tl.where(tokens == token, scores, -float("inf")), 0)
-    better = (found > best.noisy) | ((found == best.noisy) & (token < best.token))
-    return Best(
-        tl.where(better, found, best.noisy), tl.where(better, score, best.score),
-        tl.where(better, token, best.token),
-    )  # fmt: skip
+    one, second = best_of(noisy, scores, tokens), leaders.second
+    first = better(one, leaders.first)
+    if SECOND:
+        other = best_of(tl.where(tokens == one.token, -float("inf"), noisy), scores, tokens)
+        # The worse of two firsts, or what follows one of them.
+        if first.token == one.token:
+            second = better(leaders.first, other)
+        else:
+            second = better(second, one)
+    return Leaders(first, second)
 
 
 @triton.jit
-def draw_listed(best, row, listed, lowest, strict, C: tl.constexpr):
-    """Return the better of ``best`` and of the listed scores with noise, as :func:`draw`."""
+def draw_listed(leaders, row, listed, lowest, strict, SECOND: tl.constexpr, C: tl.constexpr):
+    """Return the leaders among ``leaders`` and the listed scores with noise, as :func:`draw`."""
     for first in range(0, listed.count, C.BLOCK):
         at = first + tl.arange(0, C.BLOCK)
         tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=0x7FFFFFFF)
         scores = load_listed(listed, first, C)
-        if may_win(best, row, scores, tokens, lowest):
-            best = draw(best, row, scores, tokens, lowest, strict)
-    return best
+        if may_win(leaders, row, scores, tokens, lowest, SECOND):
+            leaders = draw(leaders, row, scores, tokens, lowest, strict, SECOND)
+    return leaders
 
 
 @triton.jit
@@ -347,8 +380,9 @@ def larger(a, b):
 
 
 @triton.jit
-def may_win(best, row, scores, tokens, lowest):
-    """Return whether a score from ``lowest`` on may exceed ``best`` with noise; True if in doubt."""
+def may_win(leaders, row, scores, tokens, lowest, SECOND: tl.constexpr):
+    """Return whether a score from ``lowest`` on may be a leader with noise; True if in doubt."""
+    noisy = leaders.second.noisy if SECOND else leaders.first.noisy
     # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
     # of all tokens would take more time than reading their logits.
     bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
@@ -356,15 +390,12 @@ def may_win(best, row, scores, tokens, lowest):
     slope = tl.where(row.greedy, 0.0, 0.69314718056 / 8388608)
     reached = tl.where(scores < lowest, -float("inf"), scores - bits * slope)
     # NaN, as a score, may win, and so may a tie, because lists are in no order.
-    return (tl.reduce(reached, 0, larger) < best.noisy - most) == 0
+    return (tl.reduce(reached, 0, larger) < noisy - most) == 0
 
 
 @triton.jit
-def survey(row, listed, lanes, by_mass, C: tl.constexpr):
-    """Read a row and a list. Return (largest score, total weight by mass).
-
-    Writes the largest score of each lane to ``lanes`` [BLOCK].
-    """
+def survey(row, listed, by_mass, C: tl.constexpr):
+    """Read a row and a list. Return (largest score, of each lane [BLOCK], total weight by mass)."""
     BLOCK: tl.constexpr = C.BLOCK
     most = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -375,7 +406,7 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
     largest, reads = tl.full([], -float("inf"), tl.float32), tl.full([], 1, tl.int32)
     while reads > 0:
         total = tl.zeros([BLOCK], tl.float32)
-        for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+        for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
             most = larger(most, scores)
             if by_mass:
@@ -387,44 +418,49 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
         largest = tl.max(tl.where(most == most, most, float("inf")), 0)
         reads = (by_mass & (largest > base + 75)).to(tl.int32)
         base = tl.where(reads > 0, largest, base)
-    tl.store(lanes + tl.arange(0, C.BLOCK), most)
-    tl.debug_barrier()  # other threads read the lists
-    return largest, tl.sum(total, 0) * tl.exp2((base - largest) * LOG2E)
+    return largest, most, tl.sum(total, 0) * tl.exp2((base - largest) * LOG2E)
 
 
 @triton.jit
-def estimate(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
+def weight_of(scores, lowest, row, by_mass):
+    """Return the total weight of the scores from ``lowest`` on."""
+    return tl.sum(weights_of(scores, lowest, row.largest, by_mass), 0)
+
+
+@triton.jit
+def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
     """Return (a bound that all kept scores probably reach, whether too many scores reach it for a list).
 
-    With both filters, the bound is for top-k. ``lanes`` and ``total`` are results of :func:`survey`.
+    With both filters, the bound is for top-k. ``best`` and ``total`` are results of :func:`survey`;
+    ``listed`` is what the list has already.
     """
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
     none, are_many, lower = tl.full([], 0, tl.int32), top_k < 0, any_score
+    empty = Scores(listed.scores, listed.tokens, none)
     wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
-    best = Scores(lanes, tokens, none + C.BLOCK)
-    if weight_of_listed(best, any_score, False, row, by_mass, C) >= wanted:
-        lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
+    if weight_of(best, any_score, row, by_mass) >= wanted:
+        lower = largest_threshold(best, row, none, empty, any_score, wanted, by_mass, 8, C)
     # If half of the lanes' largest scores are kept, ln(2) lanes as many scores are expected to be.
-    if (lower == any_score) | (weight_of_listed(best, lower, False, row, False, C) > C.BLOCK // 2):
-        # By mass, the weight below the threshold is estimated among the random scores, because a few large
+    if (lower == any_score) | (weight_of(best, lower, row, False) > C.BLOCK // 2):
+        # By mass, the weight below the threshold is estimated among random scores, because a few large
         # weights dominate the sum above it.
         lane = tl.arange(0, C.BLOCK)
         tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
         chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
-        tl.store(lanes + C.BLOCK + lane, load_scores(row, chosen, C))
-        tl.debug_barrier()  # other threads read them
-        random = Scores(lanes + C.BLOCK, tokens, none + C.BLOCK)
+        random = load_scores(row, chosen, C)
         count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
         share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
         below = total * (1 - top_p) * share
         above, unit = wanted * share, any_score * 0 + 1
         if by_mass:
-            above = weight_of_listed(random, any_score, False, row, True, C) - below
-            unit = tl.exp(largest_threshold(row, none, random, any_score, above, True, 8, C) - row.largest)
+            above = weight_of(random, any_score, row, True) - below
+            found = largest_threshold(random, row, none, empty, any_score, above, True, 8, C)
+            unit = tl.exp(found - row.largest)
         margin = 4 * tl.sqrt(tl.where(by_mass, below * unit, above)) + 4 * unit
-        least = largest_threshold(row, none, random, any_score, above + margin, by_mass, 8, C)
+        least = largest_threshold(random, row, none, empty, any_score, above + margin, by_mass, 8, C)
         lower = tl.maximum(lower, least)
-        are_many = weight_of_listed(random, lower, False, row, False, C) > C.LISTED // 2 * share
+        reached = weight_of(random, lower, row, False)
+        are_many = reached + 4 * tl.sqrt(reached) > (C.LISTED - listed.count) * share
     return lower, are_many
 
 
@@ -461,7 +497,7 @@ def list_from(row, listed, lower, C: tl.constexpr):
         # To compute them for each tile would take more instructions than all else.
         marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
         end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
-        for first in tl.range(begin, end, C.BLOCK, num_stages=2):
+        for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
             marks |= tl.where(load_scores(row, first, C) >= lower, bit, 0)
             bit <<= 1
         count = append(listed, count, row, begin, marks, C)
@@ -470,44 +506,40 @@ def list_from(row, listed, lower, C: tl.constexpr):
 
 
 @triton.jit
-def draw_from(row, listed, lower, strict, C: tl.constexpr):
+def draw_from(row, listed, lower, strict, SECOND: tl.constexpr, C: tl.constexpr):
     """Draw among the scores of a row and a list from ``lower`` on, or with ``strict`` above it."""
-    nothing = tl.full([], -float("inf"), tl.float32)
-    best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
-        scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
-        if may_win(best, row, scores, tokens, lower):
-            best = draw(best, row, scores, tokens, lower, strict)
-    return draw_listed(best, row, listed, lower, strict, C)
+    # Less than any finite score, but not -inf: tiles without a score from ``lower`` on cannot win.
+    noisy = tl.full([], -3.4028234663852886e38, tl.float32)
+    none = Best(noisy, tl.full([], -float("inf"), tl.float32), tl.full([], 0x7FFFFFFF, tl.int32))
+    leaders = Leaders(none, none)
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+        # ^ is + here. The compiler would keep sums in registers from the load on, for each stage.
+        scores, tokens = load_scores(row, first, C), first ^ tl.arange(0, C.BLOCK)
+        if may_win(leaders, row, scores, tokens, lower, SECOND):
+            leaders = draw(leaders, row, scores, tokens, lower, strict, SECOND)
+    return draw_listed(leaders, row, listed, lower, strict, SECOND, C)
 
 
 @triton.jit
-def weights_from(row, listed, score, lower, by_mass, C: tl.constexpr):
-    """Return the weight of the scores of a row and a list above ``score``, and of those from ``lower`` on."""
+def weights_from(row, listed, one, two, lower, by_mass, C: tl.constexpr):
+    """Return the weights of a row and a list above ``one``, above ``two``, and from ``lower`` on."""
     BLOCK: tl.constexpr = C.BLOCK
-    above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    nothing = tl.zeros([BLOCK], tl.float32)
+    above_one, above_two, total = nothing, nothing, nothing
     base = tl.where(by_mass, LOG2E, 0.0)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
         scores = load_scores(row, first, C)
         weights = tl.exp2(scores * base - row.largest * base)
-        above += tl.where(scores > score, weights, 0.0)
+        above_one += tl.where(scores > one, weights, 0.0)
+        above_two += tl.where(scores > two, weights, 0.0)
         total += tl.where(scores >= lower, weights, 0.0)
-    above = tl.sum(above, 0) + weight_of_listed(listed, score, True, row, by_mass, C)
-    return above, tl.sum(total, 0) + weight_of_listed(listed, lower, False, row, by_mass, C)
-
-
-@triton.jit
-def draw_kept_listed(row, listed, lower, wanted, by_mass, C: tl.constexpr):
-    """Draw among the scores of a list from ``lower`` on that have less than ``wanted`` weight above them."""
-    nothing = tl.full([], -float("inf"), tl.float32)
-    none = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
-    winner, strict, is_kept = none, lower != lower, lower != lower
-    while is_kept == 0:
-        winner = draw_listed(none, row, listed, lower, strict, C)
-        above = weight_of_listed(listed, winner.score, True, row, by_mass, C)
-        is_kept = (above >= wanted) == 0  # ends also if wanted were NaN
-        lower, strict = winner.score, is_kept == 0
-    return winner
+    for first in range(0, listed.count, C.BLOCK):
+        scores = load_listed(listed, first, C)
+        weights = weights_of(scores, lower, row.largest, by_mass)
+        above_one += tl.where(scores > one, weights, 0.0)
+        above_two += tl.where(scores > two, weights, 0.0)
+        total += weights
+    return tl.reduce((above_one, above_two, total), 0, add_three)
 
 
 @triton.jit
@@ -520,57 +552,58 @@ def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
     winner = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
     strict, is_kept, is_checked = lower != lower, lower != lower, lower <= least
     while is_kept == 0:
-        winner = draw_from(row, listed, lower, strict, C)
-        above, total = weights_from(row, listed, winner.score, lower, by_mass, C)
+        first, second = draw_from(row, listed, lower, strict, True, C)
+        above, above_second, total = weights_from(row, listed, first.score, second.score, lower, by_mass, C)
         if is_checked | (total >= wanted):
+            winner, is_kept, is_checked = first, is_kept == is_kept, is_kept == is_kept
+            if above >= wanted:
+                winner, is_kept = second, above_second < wanted
             # What is not kept is a bound for what is, so most of the mass is left out at each time.
-            is_kept, is_checked = (above >= wanted) == 0, is_kept == is_kept
-            lower, strict = winner.score, is_kept == 0
+            lower, strict = tl.maximum(first.score, second.score), is_kept == 0
         else:
             lower, is_checked = least, is_kept == is_kept
     return winner
 
 
 @triton.jit
-def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
-    """Return the winner among the scores that the filters keep. ``lanes`` is memory for 2 * BLOCK scores."""
+def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
+    """Return the winner among the scores that the filters keep."""
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
     filters, both = (top_k > 0) | (top_p < 1), (top_k > 0) & (top_p < 1)
     largest, total, least = any_score, any_score, any_score
+    nothing = tl.full([C.BLOCK], -float("inf"), tl.float32)
+    best = nothing
     if filters | (min_p > 0):
-        largest, total = survey(row, adjusted, lanes, top_p < 1, C)
+        largest, best, total = survey(row, adjusted, top_p < 1, C)
         filters &= tl.abs(largest) < float("inf")  # an infinite score wins without filters
         least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
     row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
     if filters:
         if by_mass & (min_p > 0):
-            _, total = weights_from(row, adjusted, least, least, True, C)
-        lower, are_many = estimate(row, lanes, adjusted.tokens, total, top_k, top_p, C)
+            _, _, total = weights_from(row, adjusted, least, least, least, True, C)
+        lower, are_many = estimate(row, best, adjusted, total, top_k, top_p, C)
         lower, wanted = tl.maximum(lower, least), tl.where(by_mass, total * top_p, top_k.to(tl.float32))
         listed = adjusted
         if are_many == 0:
             count = list_from(row, adjusted, lower, C)
             listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
-            enough = weight_of_listed(listed, lower, False, row, by_mass, C) >= wanted
+            enough = weight_of_listed(listed, lower, row, by_mass, C) >= wanted
             are_many = (count > C.LISTED) | ((enough | (lower <= least)) == 0)
             lower = tl.where(are_many, least, lower)
+        # Either the list is all that is drawn from, or the row is, with what the list had before.
+        left = tl.where(are_many, row.vocab_size, 0)
+        row = Row(row.logits, left, row.scale, largest, row.greedy, row.key)
+        listed = Scores(adjusted.scores, adjusted.tokens, tl.where(are_many, adjusted.count, listed.count))
+        least = tl.where(are_many, least, lower)
         if both:  # top-p is a share of what top-k keeps
-            if are_many:
-                kth = largest_threshold(row, row.vocab_size, adjusted, least, wanted, False, 16, C)
-                least = tl.maximum(least, kth)
-                lower = least
-                _, total = weights_from(row, adjusted, lower, lower, True, C)
-            else:
-                none = tl.full([], 0, tl.int32)
-                lower = tl.maximum(lower, largest_threshold(row, none, listed, lower, wanted, False, 16, C))
-                total = weight_of_listed(listed, lower, False, row, True, C)
+            kth = largest_threshold(nothing, row, left, listed, least, wanted, False, 16, C)
+            least = tl.maximum(least, kth)
+            lower = least
+            _, _, total = weights_from(row, listed, lower, lower, lower, True, C)
             wanted, by_mass = total * top_p, top_p < 1
-        if are_many:
-            winner = draw_kept(row, adjusted, lower, least, wanted, by_mass, C)
-        else:
-            winner = draw_kept_listed(row, listed, lower, wanted, by_mass, C)
+        winner = draw_kept(row, listed, lower, least, wanted, by_mass, C)
     else:
-        winner = draw_from(row, adjusted, least, False, C)
+        winner, _ = draw_from(row, adjusted, least, False, False, C)
     return winner
 
 
@@ -610,7 +643,7 @@ def sample_kernel(
             lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, room, columns, width
         )  # fmt: skip
         index = tl.load(changes.lists + at)
-        originals = scores_at + C.LISTED + 2 * C.BLOCK
+        originals = scores_at + C.LISTED
         if index >= 0:
             numbers = changes.numbers + index * (5 + changes.width)
             count = list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C)
@@ -622,9 +655,9 @@ def sample_kernel(
         top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
         top_p = tl.load(top_p_ptr + at)
         min_p = tl.load(min_p_ptr + at)
-        winner = sample_filtered(row, adjusted, scores_at + C.LISTED, top_k, top_p, min_p, C)
+        winner = sample_filtered(row, adjusted, top_k, top_p, min_p, C)
     else:
-        winner = draw_from(row, adjusted, any_score, False, C)
+        winner, _ = draw_from(row, adjusted, any_score, False, False, C)
     tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
     tl.store(best_ptr + at, winner.score)
     if C.ADJUSTED:

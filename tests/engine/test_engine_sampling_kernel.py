@@ -143,6 +143,14 @@ def test_a_bound_that_is_too_high_is_noticed(monkeypatch, listed):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("listed", [32, 512], ids=["drawn", "listed"])
+def test_the_second_best_is_drawn_if_the_best_is_not_kept(monkeypatch, listed):
+    with_small_tiles(monkeypatch, 64, listed)
+    monkeypatch.setitem(globals(), "FILTERS", [{"top_k": 40}, {"top_p": 0.7}])  # with bounds far below them
+    check_filters("cpu", 24, 200, ["flat"])
+
+
+@pytest.mark.interpreter
 def test_a_list_without_room_is_replaced_by_a_search(monkeypatch):
     with_small_tiles(monkeypatch, 512, 64)
     check_filters("cpu", len(FILTERS), 1000, ["flat"])
@@ -248,7 +256,8 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("filtered", "adjusted", "spills"),
-    [(False, False, 0), (True, False, 4), (True, True, 12)],
+    # Those of changed logits are offsets of a loop's first loads, moved once a row.
+    [(False, False, 0), (True, False, 4), (True, True, 36)],
 )
 def test_the_kernel_compiles_within_its_limits(filtered, adjusted, spills):
     from flashtile.engine.sampling import options, sample_kernel, variant_of

@@ -49,7 +49,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
-bfloat16: what a GPU's memory delivers within its latency."""
+bfloat16, about what an H200's memory delivers to it within a latency."""
 
 
 @dataclass(frozen=True)

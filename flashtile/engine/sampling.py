@@ -45,9 +45,11 @@ COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
 LOWEST_KEY = tl.constexpr(0x007FFFFF)
 HIGHEST_KEY = tl.constexpr(0xFF800000)
 """Keys of -inf and inf (:func:`key_of`)."""
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite float32."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
-bfloat16: what a GPU's memory delivers within its latency."""
+bfloat16, about what an H200's memory delivers to it within a latency."""
 
 
 @dataclass(frozen=True)
@@ -340,12 +342,12 @@ def better(a, b):
 
 
 @triton.jit
-def draw(leaders, row, scores, tokens, lowest, strict, SECOND: tl.constexpr):
-    """Return the leaders among ``leaders`` and the scores from ``lowest`` on with noise.
+def draw(leaders, row, scores, tokens, bits, lowest, strict, SECOND: tl.constexpr):
+    """Return the leaders among ``leaders`` and the scores from ``lowest`` on with the noise of ``bits``.
 
     With ``strict``, scores equal to ``lowest`` are left out. Without ``SECOND``, the second is not found.
     """
-    noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
+    noise = tl.where(row.greedy, 0.0, gumbel(bits))
     # inf stands for a logit that is NaN or infinite. It wins, so that the caller can detect it.
     scores = tl.where(scores == scores, scores, float("inf"))
     drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
@@ -368,9 +370,9 @@ def draw_listed(leaders, row, listed, lowest, strict, SECOND: tl.constexpr, C: t
     for first in range(0, listed.count, C.BLOCK):
         at = first + tl.arange(0, C.BLOCK)
         tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=0x7FFFFFFF)
-        scores = load_listed(listed, first, C)
-        if may_win(leaders, row, scores, tokens, lowest, SECOND):
-            leaders = draw(leaders, row, scores, tokens, lowest, strict, SECOND)
+        scores, bits = load_listed(listed, first, C), random_bits(tokens, row.key)
+        if may_win(leaders, row, scores, bits, lowest, SECOND):
+            leaders = draw(leaders, row, scores, tokens, bits, lowest, strict, SECOND)
     return leaders
 
 
@@ -380,17 +382,18 @@ def larger(a, b):
 
 
 @triton.jit
-def may_win(leaders, row, scores, tokens, lowest, SECOND: tl.constexpr):
+def may_win(leaders, row, scores, bits, lowest, SECOND: tl.constexpr):
     """Return whether a score from ``lowest`` on may be a leader with noise; True if in doubt."""
     noisy = leaders.second.noisy if SECOND else leaders.first.noisy
     # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
     # of all tokens would take more time than reading their logits.
-    bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    logs = bits.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
     most = tl.where(row.greedy, 0.0, (32.001 + 127) * 0.69314718056)
     slope = tl.where(row.greedy, 0.0, 0.69314718056 / 8388608)
-    reached = tl.where(scores < lowest, -float("inf"), scores - bits * slope)
+    # One minimum instead of two conditions: comparisons and choices take most of the time.
+    lead = tl.minimum(scores - logs * slope - (noisy - most), scores - tl.maximum(lowest, LOWEST))
     # NaN, as a score, may win, and so may a tie, because lists are in no order.
-    return (tl.reduce(reached, 0, larger) < noisy - most) == 0
+    return (tl.reduce(lead, 0, larger) < 0) == 0
 
 
 @triton.jit
@@ -491,7 +494,7 @@ def append(listed, count, row, begin, marks, C: tl.constexpr):
 def list_from(row, listed, lower, C: tl.constexpr):
     """Append the scores from ``lower`` on to a list. Return its length, of which C.LISTED are in memory."""
     BLOCK: tl.constexpr = C.BLOCK
-    count, lower = listed.count, tl.maximum(lower, -3.4028234e38)  # not -inf
+    count, lower = listed.count, tl.maximum(lower, LOWEST)
     for begin in range(0, row.vocab_size, 32 * C.BLOCK):
         # A bit of each lane for each tile whose score is listed. The places in the list depend on all lanes.
         # To compute them for each tile would take more instructions than all else.
@@ -508,15 +511,15 @@ def list_from(row, listed, lower, C: tl.constexpr):
 @triton.jit
 def draw_from(row, listed, lower, strict, SECOND: tl.constexpr, C: tl.constexpr):
     """Draw among the scores of a row and a list from ``lower`` on, or with ``strict`` above it."""
-    # Less than any finite score, but not -inf: tiles without a score from ``lower`` on cannot win.
-    noisy = tl.full([], -3.4028234663852886e38, tl.float32)
+    noisy = tl.full([], LOWEST, tl.float32)  # not -inf: tiles without a score from ``lower`` on cannot win
     none = Best(noisy, tl.full([], -float("inf"), tl.float32), tl.full([], 0x7FFFFFFF, tl.int32))
     leaders = Leaders(none, none)
     for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
         # ^ is + here. The compiler would keep sums in registers from the load on, for each stage.
-        scores, tokens = load_scores(row, first, C), first ^ tl.arange(0, C.BLOCK)
-        if may_win(leaders, row, scores, tokens, lower, SECOND):
-            leaders = draw(leaders, row, scores, tokens, lower, strict, SECOND)
+        scores, lane = load_scores(row, first, C), tl.arange(0, C.BLOCK)
+        bits = random_bits(lane, row.key ^ first)  # those of first ^ lane, with one instruction less
+        if may_win(leaders, row, scores, bits, lower, SECOND):
+            leaders = draw(leaders, row, scores, first ^ lane, bits, lower, strict, SECOND)
     return draw_listed(leaders, row, listed, lower, strict, SECOND, C)
 
 

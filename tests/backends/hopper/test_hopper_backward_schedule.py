@@ -467,7 +467,7 @@ def test_short_steps_under_a_causal_mask_have_more_room(
     head_dim: int, block_m: int, change: dict[str, Any], room: int
 ) -> None:
     """With 8 blocks of keys a head: three rounds of 132 programs and one head, or two."""
-    own = {"num_heads_q": 4, "num_heads_kv": 4, "head_dim": head_dim, "head_dim_v": head_dim}
+    own: dict[str, Any] = {"num_heads_q": 4, "num_heads_kv": 4, "head_dim": head_dim, "head_dim_v": head_dim}
     problem = replace(PROBLEM, batch=64, seqlen_q=1024, seqlen_k=1024, window_right=0, **own)
     problem = replace(problem, total_q=2**16, total_k=2**16, **change)
     assert resident_heads(problem, BackwardConfig(block_m), 1, 132) == room

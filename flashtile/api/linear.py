@@ -128,6 +128,7 @@ def linear_before_norm(
     x_scale: Tensor | None = None,
     residual: Tensor | None = None,
     prefetch: bool = False,
+    invariant: bool = False,
     backend: str | None = None,
 ) -> BeforeNorm:
     """Compute :func:`linear` and, in the same kernel, the inputs of an RMSNorm of the result.
@@ -140,8 +141,9 @@ def linear_before_norm(
     Args:
         next_norm_weight: (N,) in the dtype of x.
         next_norm_eps: epsilon of the next norm.
-        x, weight, bias, weight_scale, norm_weight, norm_eps, x_scale, residual, prefetch, backend: as for
-            :func:`linear`. With ``prefetch`` the previous kernel must not write ``next_norm_weight`` either.
+        x, weight, bias, weight_scale, norm_weight, norm_eps, x_scale, residual, prefetch, invariant, backend:
+            as for :func:`linear`. With ``prefetch`` the previous kernel must not write ``next_norm_weight``
+            either.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -155,6 +157,7 @@ def linear_before_norm(
     """
     x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
+    check_flag("invariant", invariant)
     rows = _rows(x)
     tensors = BeforeNormTensors(
         bias=bias,
@@ -168,6 +171,7 @@ def linear_before_norm(
         norm_eps=_as_eps("norm_eps", norm_eps),
         next_norm_eps=_as_eps("next_norm_eps", next_norm_eps),
         prefetch=prefetch,
+        invariant=invariant,
         backend=backend,
     )
     y, scaled, factor = LINEAR_BEFORE_NORM((rows, weight), tensors, options)

@@ -161,11 +161,11 @@ class Matrix:
         added = residual.y if isinstance(residual, BeforeNorm) else residual
         given: dict[str, Any] = {"weight_scale": self.scale, "residual": added, "prefetch": True, **normed}
         if self.invariant:
-            return linear(x, self.weight, self.bias, activation=activation, invariant=True, **given)
+            given["invariant"] = True
         if following is not None:
             weight, eps = following.weight, following.eps
             return linear_before_norm(x, self.weight, weight, self.bias, next_norm_eps=eps, **given)
-        in_place = len(x) > FEW_ROWS and not normed and self.bias is self.scale is None
+        in_place = len(x) > FEW_ROWS and not (normed or self.invariant) and self.bias is self.scale is None
         if added is not None and in_place and not leaks_between_rows(x):
             return added.addmm_(x, self.weight.t())
         return linear(x, self.weight, self.bias, activation=activation, **given)
@@ -462,7 +462,7 @@ class Layer:
 
     def __call__(self, x: Hidden, step: StepInput, cache: Cache) -> Any:
         add = self.ranks.sum
-        few = len(step.tokens) <= FEW_ROWS and not self.attention.qkv.invariant
+        few = len(step.tokens) <= FEW_ROWS or self.attention.qkv.invariant  # the same for every number
         if self.prepares and isinstance(self.mlp, MLP) and few:
             x = self.attention(x, self.before_attention, step, cache, x, self.before_mlp)
             return self.mlp(x, self.before_mlp, x, self.following)

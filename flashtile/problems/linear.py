@@ -58,6 +58,7 @@ class BeforeNormOptions(NamedTuple):
     norm_eps: float = 1e-6
     next_norm_eps: float = 1e-6
     prefetch: bool = False
+    invariant: bool = False
     backend: str | None = None
 
 

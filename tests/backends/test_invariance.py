@@ -11,7 +11,11 @@ from torch import Tensor
 
 import flashtile
 import linear_calls
+from flashtile.backends.common.device import Target
 from flashtile.backends.portable.decode import config as decode_config
+from flashtile.backends.portable.linear import config as linear_config
+from flashtile.hardware.cards import CARDS
+from flashtile.problems.linear import LinearProblem
 
 BACKENDS = [
     "cpu",
@@ -147,6 +151,8 @@ PRODUCTS = {
     "plain": linear_calls.Call(70, 52, 100),
     "norm": linear_calls.Call(70, 52, 100, norm=True),
     "gated": linear_calls.Call(70, 52, 100, "silu_and_mul", norm=True, residual=True),
+    "before a norm": linear_calls.Call(70, 52, 100, residual=True, next_norm=True),
+    "in splits": linear_calls.Call(70, 30, 300, x_scale=True, next_norm=True),
 }
 
 
@@ -155,15 +161,49 @@ PRODUCTS = {
 def test_a_row_of_a_product_has_the_same_bits(call, backend):
     options = {"invariant": True, "backend": backend}
     linear_calls.check(call, torch.float16, device_of(backend), **options)
-    inputs = linear_calls.make_inputs(call, torch.float16, device_of(backend))
-    whole = linear_calls.run(call, inputs, **options)
+    assert differing_rows(call, device_of(backend), **options) == []
+
+
+def differing_rows(call: linear_calls.Call, device: str, **options: Any) -> list[tuple[int, int]]:
+    """Return the ranges of rows of a product whose results have other bits without the other rows."""
+    inputs, differing = linear_calls.make_inputs(call, torch.float16, device), []
+    if call.x_scale:  # sums of 0, so that the results are what other orders of sums round differently
+        half = call.K // 2
+        inputs.x[:, half:], inputs.weight[:, half:] = -inputs.x[:, :half], inputs.weight[:, :half]
+    whole = results(linear_calls.run(call, inputs, **options))
     for first, end in ((0, 1), (5, 6), (3, 20), (1, 66), (69, 70)):
-        given = dict(inputs.given)
-        if call.residual:
-            given["residual"] = given["residual"][first:end]
-        rows = linear_calls.Inputs(inputs.x[first:end], inputs.weight, given, ())
-        found = linear_calls.run(call, rows, **options)
-        assert torch.equal(bits(found), bits(whole[first:end])), (first, end)
+        own = {name: inputs.given[name][first:end] for name in ("residual", "x_scale") if getattr(call, name)}
+        rows = linear_calls.Inputs(inputs.x[first:end], inputs.weight, inputs.given | own, ())
+        found = results(linear_calls.run(call, rows, **options))
+        if not all(torch.equal(bits(a), bits(b[first:end])) for a, b in zip(found, whole, strict=True)):
+            differing.append((first, end))
+    return differing
+
+
+def results(found: Any) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def test_products_have_the_tile_of_64_rows():
+    """A fixed split of K and a measured tile: in a default tile, Llama's gate and up take two rounds."""
+    h200 = Target.of_card(CARDS["h200"])
+    for N, K in ((3072, 2048), (16384, 2048), (2048, 8192), (28672, 4096), (100, 30)):
+        problem = LinearProblem(64, N, K, torch.bfloat16, torch.bfloat16, h200, residual=True)
+        expected = linear_config.choose(problem)
+        for rows in (1, 2, 16, 65, 5000):
+            given = replace(problem, M=rows, invariant=True)
+            assert linear_config.choose(given) == expected, (N, K, rows)
+    assert linear_config.choose(replace(problem, N=3072, K=2048)).splits > 1
+
+
+@pytest.mark.interpreter
+def test_splits_by_the_number_of_rows_are_noticed(monkeypatch):
+    usual = linear_config.choose
+    monkeypatch.setattr(
+        linear_config, "choose", lambda problem: replace(usual(problem), splits=1 + (problem.M > 8))
+    )
+    call = replace(PRODUCTS["in splits"], N=28)  # another shape: launches of the same have their tile
+    assert differing_rows(call, "cpu", invariant=True, backend="portable") == [(0, 1), (5, 6), (69, 70)]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ class CachedLaunch:
         return (
             self.kernel,
             *self.descriptor_types,
-            *(getattr(tensor, "dtype", tensor) for tensor in tensors),
+            *map(_dtypes, tensors),
             *(_specialization(parameter, value) for parameter, value in fixed),
             *sorted(self.options.items()),
         )
@@ -224,6 +224,11 @@ class CachedLaunch:
         pointers = self._pointers
         descriptors, others = direct_launch.described(self._views, tensors)
         return (*descriptors, *(others if pointers is None else (pointers(*others),)), *self._fixed)
+
+
+def _dtypes(tensors: Any) -> Any:
+    """Return the dtype of a tensor, or of each tensor of a tuple; what is no tensor stays."""
+    return tuple(map(_dtypes, tensors)) if isinstance(tensors, tuple) else getattr(tensors, "dtype", tensors)
 
 
 class Outputs:

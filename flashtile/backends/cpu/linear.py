@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import reason_against, with_exact_products
-from flashtile.problems.linear import SWIGLU, LinearProblem, LinearTensors, QkvTensors
+from flashtile.problems.linear import SWIGLU, LinearProblem, QkvTensors
 from flashtile.reference.linear import (
     before_norm,
     epilogue,
@@ -57,7 +57,7 @@ def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> An
     return before_norm(problem, y, given.next_norm_weight) if problem.next_norm else y
 
 
-def _invariant(problem: LinearProblem, x: Tensor, weight: Tensor, given: LinearTensors) -> Tensor:
+def _invariant(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:
     """Compute the product ``TILE_ROWS`` rows at a time: the order of torch's sums depends on their number."""
     dtype, more = _sums_dtype(problem), -len(x) % TILE_ROWS
     wide = scaled_weight(weight, given.weight_scale, dtype)
@@ -68,7 +68,8 @@ def _invariant(problem: LinearProblem, x: Tensor, weight: Tensor, given: LinearT
     y = y if given.bias is None else y + given.bias.to(dtype)
     if problem.epilogue == SWIGLU:
         y = by_row(lambda row: epilogue(problem, row, None), y)
-    return (y if given.residual is None else y + given.residual.to(dtype)).to(problem.dtype)
+    y = (y if given.residual is None else y + given.residual.to(dtype)).to(problem.dtype)
+    return before_norm(problem, y, given.next_norm_weight) if problem.next_norm else y
 
 
 def _linear_qkv(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -145,8 +146,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         name = f"decode bf16 latent 64 and 512 rows {BLOCK_M}"
         yield _attention_case(name, latent, chosen, capability)
     if family == "hopper":
-        for head_dim in (64, 128):
-            yield _appending_case(head_dim, capability)
+        for head_dim, invariant in itertools.product((64, 128), (False, True)):
+            yield _appending_case(head_dim, invariant, capability)
     for name, features in _MASS_VARIANTS.items():
         yield from _mass_cases(name, replace(PAGED, **features), capability)
     out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
@@ -273,7 +274,7 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
     return case_of(launched, name, tensor_cores=False)
 
 
-def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
+def _appending_case(head_dim: int, invariant: bool, capability: tuple[int, int]) -> CompileCase:
     """Return the case of an attention kernel that appends a new token and applies rotary embedding."""
     bf16, int32, heads = torch.bfloat16, torch.int32, 8
     cache, new = (meta(size, n, heads, head_dim, dtype=bf16) for size, n in ((4096, 16), (1, 1)))
@@ -283,12 +284,13 @@ def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
     tensors = CacheTensors(lengths, block_table=table)
     appended = AppendTensors(lengths, block_table=table, rotary_cos=angles, rotary_sin=angles)
     with compiling_for(capability):
-        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(None, 1))
+        options = DecodeOptions(None, 1, invariant=invariant)
+        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, options)
         append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
         chosen = config.choose(problem)
         launch = AppendingLaunch(problem, chosen, append)
     (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
-    name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending"
+    name = f"decode bf16 head_dim {head_dim} rows {chosen.tile.BLOCK_M} appending"
     return case_of(launched, name)
 
 

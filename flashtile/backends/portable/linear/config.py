@@ -126,13 +126,13 @@ def kernels_around(problem: LinearProblem) -> int:
 
 def choose(problem: LinearProblem) -> LinearConfig:
     """Return the configuration for a problem."""
+    if problem.invariant:  # one variant, and therefore one order of sums, for every number of rows
+        problem = replace(problem, M=MAX_FLAT_ROWS)
     if problem.heads is not None and problem.heads.norm:  # a tile must have whole heads; none was measured
         kind = FLAT if problem.M <= MAX_FLAT_ROWS and problem.dtype in SIXTEEN_BIT else LIBRARY
         return default(problem, kind) if kind == FLAT else LinearConfig(LIBRARY)
-    if problem.invariant:  # one variant, and therefore one order of sums, for every number of rows
-        return replace(default(problem, FLAT), BLOCK_M=MAX_FLAT_ROWS)
     found = found_row(problem)
-    kind = kind_of(problem, found)
+    kind = FLAT if problem.invariant else kind_of(problem, found)
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):

@@ -298,7 +298,7 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         page = page_of_keys(in_cache(cache.pages[0], call.num_blocks), C)
     k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
     num_rows = sequence.len_q * lengths.group_size
-    sums = tl.zeros([BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, num_rows, C.BLOCK_M):
         index = first + tl.arange(0, C.BLOCK_M)
         exists = index < num_rows
@@ -328,8 +328,8 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         if not C.SCALED_SCORES:
             scores = scores * call.numbers.scale_log2
         p = tl.exp2(scores - lse[:, None] * LOG2_E)
-        sums += tl.sum(tl.where(hidden, 0.0, p), 0)
-    return sums
+        sums += tl.where(hidden, 0.0, p)
+    return tl.sum(sums, 0)  # once: it is an exchange between warps
 
 
 @triton.jit

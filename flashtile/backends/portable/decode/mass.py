@@ -100,7 +100,7 @@ PER_THREAD = 8
 MAX_REGISTERS = 80
 """For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
 fewer keys than PER_THREAD would spill, so they have no limit."""
-SCAN = 2048
+SCAN = 1024
 """Entries of block tables that a program compares with its own at a time. Not measured."""
 
 

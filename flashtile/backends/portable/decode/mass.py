@@ -25,9 +25,9 @@ program of one of its holders, which adds the sums of all of them, in their orde
 n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
 column in each of its sequences.
 
-A tile takes little work, so loads that wait for each other and instructions of the search bound its time. The
-search serves all heads and keys of a tile, and four waits remain: for the sequence's length; for all lengths
-and the entries of the block table; for P, maxima and lse; for mass.
+A tile takes little work, so loads that wait for each other and instructions of the search bound its time. So
+the search serves all heads and keys of a tile, and a program loads P, maxima, lse and mass before it
+searches, as if its sequence were the only holder. If it is not, the program begins again with the first one.
 """
 
 import math
@@ -98,8 +98,8 @@ TILE = 2048
 PER_THREAD = 8
 """Numbers of mass per thread: a load of 16 bytes of a row of P in 16 bits."""
 MAX_REGISTERS = 80
-"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
-fewer keys than PER_THREAD would spill, so they have no limit."""
+"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 96, for two. Units of fewer keys
+than PER_THREAD would spill, so they have no limit."""
 SCAN = 1024
 """Entries of block tables that a program compares with its own at a time. Not measured."""
 
@@ -119,7 +119,7 @@ class MassVariant(DecodeVariant):
     ROWS: int
     """Rows of a sequence and key head, at most, if probabilities are stored."""
     WHOLE: bool
-    """Whether all tiles have HEADS heads, and the strides of mass are given in multiples of HEADS."""
+    """Whether all tiles have HEADS heads, and the strides of mass are numbers of HEADS elements."""
     SIZE: int
     """Keys of a unit. They are in one page and one n_block."""
     SCAN: int
@@ -137,8 +137,8 @@ class MassSizes(NamedTuple):
     parts: Any
     """Programs per sequence and group of HEADS key heads: its tiles, or fewer if they recompute."""
     page_stride: Any
-    """Strides of mass between pages (or rows of a dense cache) and between tokens: in elements, or in multiples
-    of HEADS elements if C.WHOLE."""
+    """Strides of mass between pages (or rows of a dense cache) and between tokens: in elements, or in HEADS
+    elements if C.WHOLE."""
     token_stride: Any
 
 
@@ -360,7 +360,8 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
             p = tl.load(pointers.stored.weights + of_weights, mask=inside[:, :, None], other=0.0)
             largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=-float("inf"))
             lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
-            # Without a key so far, P is 0, and lse may be -inf too. Elsewhere hidden keys have P = 0.
+            # Without a key so far, P is 0, and lse may be -inf too. Elsewhere hidden keys have P = 0, and so 0,
+            # unless lse is NaN. A choice for each number would take a quarter of the instructions.
             factor = tl.where(largest == -float("inf"), 0.0, tl.exp2(largest - lse[:, None] * LOG2_E))
             sums += p.to(tl.float32) * factor[:, :, None]
     return sums

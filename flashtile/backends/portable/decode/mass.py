@@ -360,8 +360,8 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
             p = tl.load(pointers.stored.weights + of_weights, mask=inside[:, :, None], other=0.0)
             largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=-float("inf"))
             lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
-            # Without a key so far, P is 0, and lse may be -inf too. Elsewhere hidden keys have P = 0, and so 0,
-            # unless lse is NaN. A choice for each number would take a quarter of the instructions.
+            # Without a key so far, P is 0, and lse may be -inf too. Elsewhere hidden keys have P = 0, and
+            # add 0 unless lse is NaN. A choice for each number would take a sixth of the instructions.
             factor = tl.where(largest == -float("inf"), 0.0, tl.exp2(largest - lse[:, None] * LOG2_E))
             sums += p.to(tl.float32) * factor[:, :, None]
     return sums

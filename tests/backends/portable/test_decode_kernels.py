@@ -112,6 +112,8 @@ def test_mass_of_pages_that_sequences_share(page_size, tile, monkeypatch):
     for b, first, count in ((1, 0, 32), (4, 0, 80), (2, 4, 32)):  # 2 shares with 4, and through it with 0
         same = min(max(1, count // page_size), -(-min(lengths[b], lengths[first]) // page_size))
         table[b, :same] = table[first, :same]
+    past = -(-lengths[3] // page_size)
+    table[3, past:] = table[0, past:]  # left over from another request: not held
     q, k, v = (
         torch.randn(shape, generator=generator)
         for shape in ((5, 2, 6, 16), *[(5 * columns, page_size, 2, 16)] * 2)

@@ -648,8 +648,11 @@ def attend_n_blocks(
                 to = call.pointers.new
                 maxima = weight_places(n, rows.places, call.lengths, C)
                 weights = maxima[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(to.maxima + maxima, row_max, mask=exist)
-                tl.store(to.weights + weights, p.to(operand), mask=exist[:, None])
+                # Kept in L2 while keys and values pass. Otherwise nearly all are read back from memory.
+                tl.store(to.maxima + maxima, row_max, mask=exist, eviction_policy="evict_last")
+                tl.store(
+                    to.weights + weights, p.to(operand), mask=exist[:, None], eviction_policy="evict_last"
+                )
             if C.sums_late:
                 row_sum = row_sum * alpha[:, None] + p
             else:

@@ -72,8 +72,9 @@ def test_a_decoding_step_of_any_batch_needs_listed_kernels(monkeypatch):
     limits = step_calls.Limits(4096, max_num_seqs=12, max_num_batched_tokens=14)
     listed = kernels(step_calls.step_calls(config, limits))
 
-    def steps(limits, drafts):
-        return (step_calls._step(limits, batch, batch, 1) for batch in range(1, limits.max_num_seqs + 1))
+    def steps(limits, windows, drafts):
+        batches = range(1, limits.max_num_seqs + 1)
+        return (step_calls._step(limits, windows, batch, batch, 1) for batch in batches)
 
     monkeypatch.setattr(step_calls, "_steps", steps)
     assert kernels(step_calls.step_calls(config, limits)) <= listed

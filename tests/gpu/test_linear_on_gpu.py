@@ -46,7 +46,7 @@ def profiled(x, weight, given):
 def test_the_ring_is_within_the_error_rule(call):
     reason = ring.reason_against(describe(call, make_inputs(call, torch.bfloat16, "cuda", True)), True)
     if reason is not None:
-        assert "multiples of 16 bytes" in reason
+        assert "multiples of 16 bytes" in reason or "no whole heads" in reason
         return
     for dtype, prefetch in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)):
         check(call, dtype, "cuda", aligned=True, backend="hopper", prefetch=prefetch)

@@ -11,7 +11,6 @@ import called
 from flashtile.integrations import paged_groups
 from flashtile.integrations.paged import Step
 from flashtile.integrations.paged_groups import MAX_GROUP_QUERIES, SharedBlocks, find_groups
-from targets import CUDA
 
 SIZE = 4
 """Tokens of a block."""
@@ -128,7 +127,7 @@ def test_long_tables_in_the_interpreter(blocks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
 def test_kernels_on_a_gpu(seed):
-    check_kernels(seed, CUDA)
+    check_kernels(seed, "cuda")
 
 
 def test_a_group_has_a_bounded_number_of_queries(monkeypatch):

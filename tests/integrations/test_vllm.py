@@ -1324,11 +1324,11 @@ def test_a_graph_serves_all_groups(newest, cascading, device):
         captured = Step(newest, (1,) * 8, (0,) * 8, padding=0)
         made = builder.build_for_cudagraph_capture(captured.common)
         q, k, v = captured.tensors(dtype)
-        out = torch.full_like(q, torch.nan)
+        out, scales = torch.full_like(q, torch.nan), make_layer()
 
         def replay():
-            layer.impl.do_kv_cache_update(make_layer(), k, v, layer.cache, captured.common.slot_mapping)
-            layer.impl.forward(make_layer(), q, k, v, layer.cache, made, output=out)
+            layer.impl.do_kv_cache_update(scales, k, v, layer.cache, captured.common.slot_mapping)
+            layer.impl.forward(scales, q, k, v, layer.cache, made, output=out)
 
         if device == "cuda":
             replay()  # compiles

@@ -24,9 +24,9 @@ PURPOSES = ("training", "serving", "both")
 """Purposes for which the kernels of a model are compiled."""
 
 SHAPES = (
-    (1, 16), (16, 16), (64, 32), (1, 64), (64, 64), (16, 128), (3, 197), (1, 333), (1, 512), (1, 640),
-    (3, 1000), (1, 1024), (2, 1024), (2, 1500), (1, 2048), (1, 3000), (1, 4096), (2, 5000), (1, 8192),
-    (8, 8192), (1, 12000),
+    (1, 16), (16, 16), (64, 32), (1, 64), (64, 64), (16, 128), (3, 197), (1, 333), (4, 333), (4, 384),
+    (1, 512), (1, 640), (3, 1000), (1, 1024), (2, 1024), (2, 1500), (1, 2048), (1, 3000), (1, 4096),
+    (2, 5000), (1, 8192), (8, 8192), (1, 12000),
 )  # fmt: skip
 """(batch, seqlen) of training sequences. Kernels are chosen by ranges of lengths, and by how well the work
 tiles of a call fill the card. Few of these lengths are multiples of tile sizes."""

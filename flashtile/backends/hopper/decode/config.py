@@ -73,7 +73,8 @@ class HopperDecodeConfig(DecodeConfig):
         # The first m_blocks of a chunk have few keys. Equal shares of keys give many of them to one program,
         # although each costs as much as several n_blocks. Programs also step, one by one, over m_blocks that
         # single tokens do not have. In a step of 23 sequences with 605 tokens at most, 24 heads on 8, one
-        # program had 38 work tiles, and the mean was 3: 404 us on an H200, with FlashAttention-3 222 us.
+        # program had 38 work tiles, and the mean was 3: 404 us on an H200. The queue takes 165 us,
+        # FlashAttention-3 220.
         if mixed and m_blocks > 1:
             return False
         programs = multiprocessors * self.programs_per_sm

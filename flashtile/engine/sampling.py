@@ -20,6 +20,10 @@ distribution, so the k-th of them is a tight lower bound. A flat distribution is
 score of each lane, to four standard deviations. If the bound was too high, a draw is repeated without it.
 Sums have a fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw
 does not depend on the batch.
+
+On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 53 us, and filters 7 to 33 us more. It takes
+longer if top-p keeps tens of thousands of tokens of a flat row (91 us), with top-k of 5,000 (88 to 300 us),
+and with rows of all kinds in one batch (77 to 185 us).
 """
 
 from dataclasses import dataclass
@@ -49,7 +53,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
-bfloat16, about what an H200's memory delivers to it within a latency."""
+bfloat16, about what an H200's memory delivers to it within a latency. With one tile on its way, and one
+token drawn at a time, filters took 42 to 132 us more than greedy rows instead of 7 to 33. Both were changed
+at once."""
 
 
 @dataclass(frozen=True)

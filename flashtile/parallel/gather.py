@@ -285,9 +285,10 @@ class AllGather:
         elif own.disjoint and others.disjoint:
             out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
             first, rest = own.in_two
-            # NCCL's kernel begins as the first rows leave their multiprocessors. Begun with a kernel of all
-            # rows, it got none on one rank until that kernel ended. On the other rank it held some meanwhile,
-            # so their share of the work tiles came late: both passes took 15.3 instead of 12.9 ms.
+            # NCCL's kernel probably begins as the first rows leave their multiprocessors. Begun with a kernel
+            # of all rows, it probably got none on one rank until that kernel ended. On the other rank it held
+            # some meanwhile, so their share of the work tiles came late. Measured are only the times: where
+            # the host was ahead, both passes took 15.3 instead of 12.9 ms on the second rank.
             begin = partial(attend_rows, out, lse, q, own_keys, own_values, first, scores, sink)
             coming = gather([k, v], begin)
             attend_rows(out, lse, q, own_keys, own_values, rest, scores, sink)

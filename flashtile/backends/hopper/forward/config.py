@@ -166,7 +166,7 @@ _M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
 _D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
 _D96_N128_PING_PONG = replace(_D96_N128, PING_PONG=True)
 _D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
-_D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True)
+_D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
 _D192_N64_Q128_PINNED = F(
     2, 64, STAGES=3, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, PIN_WAIT=True
 )  # fmt: skip
@@ -235,7 +235,9 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
         (ANY_LENGTH, _D256_N64_Q128),  # q in registers: 2 to 7 % faster; lazy: 0.996 to 1.079
     ),
     (192, 128, False): ((ANY_LENGTH, _D192_N128),),  # blocks of 128 keys: S 4096 1.207
-    (192, 128, True): ((ANY_LENGTH, _D192_N128),),  # S 4096 1.195, S 8192 1.229
+    # S 4096 1.195, S 8192 1.229. The queue from 1024 keys on, not from 4096: S 2709 1.148, S 2942 1.040,
+    # and no difference with one round of pairs. Times of one kernel vary by up to 5 %.
+    (192, 128, True): ((ANY_LENGTH, _D192_N128),),
     (96, 96, False): (
         (4096, None),  # tiles of 128 columns: 96 columns were 0.868 to 1.002 for short sequences
         (ANY_LENGTH, _D96_N128),  # S 4096, D 80: 1.081
@@ -281,21 +283,23 @@ number of sequences choose between them, since the output of a sequence must not
 Tiles of 64 rows, for one sequence of 1024 with 8 heads, in us: head_dim 64 causal 15.0 instead of 17.6, 128
 causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3."""
 LONG = 3072
-"""From here on, packed sequences under a causal mask have tiles of 192 rows at head_dim 64. Not measured;
-estimated from COSTS, they take 0.90 to 0.96 of the time of 128 rows if heads share tiles, and 0.93 to 1.01 if
-not. Under a window to the left the kernel of 192 rows spills 452 bytes, that of 128 rows 8."""
+"""From here on, packed sequences under a causal mask have tiles of 192 rows at head_dim 64. Three drawn
+batches take 0.918 and 0.977 of the time of 128 rows where heads share tiles besides, and 0.996 where they do
+not. Estimated from COSTS: 0.90 to 0.96, and 0.93 to 1.01. Under a window to the left the kernel of 192 rows
+spills 452 bytes, that of 128 rows 8."""
 SHORT = 128
 _SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
     _M128_N64_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=2),
     _M128_N64_SHARED: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, PROGRAMS=3),
     _M128_N64_SHARED_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
-    _D96_N128_PING_PONG: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),  # not measured
+    _D96_N128_PING_PONG: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
 }
 """Configuration -> another one for packed sequences of at most SHORT tokens. Most have one block of keys, so
 a program mostly waits: for tiles, and for its own warpgroup. More programs with single warpgroups share a
 multiprocessor instead. Of documents of 1 to 40 tokens, a query tile then takes 0.9 (three programs) or 1.4 us
 of a multiprocessor, and one of two warpgroups 3.5. Of documents of 16 to 128 tokens, two in three fill less
-than half of a tile of 128 rows.
+than half of a tile of 128 rows. At head_dim 80 and 96, documents of 1 to 40 tokens take 0.32 of the time of
+tiles of two warpgroups, those of 16 to 128 tokens 0.51 and 0.53.
 
 Several sequences in one tile would fill it better. But P of a hidden key is 0, and 0 times a NaN or an
 infinity among the values of one sequence would reach the others. A row's sums would also depend on where its

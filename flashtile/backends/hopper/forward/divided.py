@@ -3,7 +3,8 @@
 512 new tokens of 8 heads on 16,384 cached keys have 32 query tiles of 128 rows. Each would take one
 multiprocessor of an H200's 132, for as long as it takes to read all keys. The kernel of attention over a
 cache (``hopper.decode``) divides them: each program attends to an equal range of keys, and a second kernel
-merges the parts by their log-sum-exp. Dense keys are a cache without pages.
+merges the parts by their log-sum-exp. Dense keys are a cache without pages. Six drawn calls take 0.39 to
+0.73 of the time of whole keys on an H200 (estimated: 0.37 to 0.76).
 """
 
 from __future__ import annotations

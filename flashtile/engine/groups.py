@@ -174,6 +174,7 @@ class PrefixGroups:
         manager: the blocks of the sequences.
         windows: for each layer, the number of keys that a query sees before its own; negative for all.
         token_bytes: bytes of a token's keys and values in a layer.
+        beside_chunks: whether there are groups in steps with chunks of more than MAX_NEW_TOKENS tokens.
 
     Attributes:
         num_read: number of tokens that sequences of all steps have read, as if each of them read its own.
@@ -181,8 +182,15 @@ class PrefixGroups:
         num_saved: number of these tokens that were not read because others of their group read them.
     """
 
-    def __init__(self, manager: BlockManager, windows: tuple[int, ...] = (-1,), token_bytes: int = 1):
+    def __init__(
+        self,
+        manager: BlockManager,
+        windows: tuple[int, ...] = (-1,),
+        token_bytes: int = 1,
+        beside_chunks: bool = True,
+    ):
         self.manager, self.windows, self.token_bytes = manager, Counter(windows), token_bytes
+        self.beside_chunks = beside_chunks
         self.num_read = self.num_saved = 0
         self._numbers: list[int | None] = []  # the manager's numbers of the last step's sequences
         self._blocks: dict[int, bytes] = {}  # the first blocks of each of them
@@ -208,7 +216,7 @@ class PrefixGroups:
         for window, layers in self.windows.items():
             seen = starts if window < 0 else map(min, starts, itertools.repeat(window))
             self.num_read += layers * (new + sum(seen))
-        if self._cascade is None:
+        if self._cascade is None or (few is not entries and not self.beside_chunks):
             return entries, {}
         found: Cascades = {}
         ordered = [few[i] for i in self._order]

@@ -73,7 +73,8 @@ class LLM:
         cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
             a step instead of once for each sequence. Layers do so in steps in which it saves the reading of
             at least 128 MiB (:mod:`flashtile.engine.groups`). Sums are rounded in another order, as they are
-            in batches of another size. None: unless ``batch_invariant``.
+            in batches of another size. True: also in steps with a long chunk of a prompt, whose gain is not
+            measured. None: in steps without long chunks, and not with ``batch_invariant``.
         batch_invariant: give every log-probability the same bits for any other requests and their order,
             chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
             then have one order, which costs speed. Not with ``cascade_attention=True``, several processes or
@@ -157,6 +158,7 @@ class LLM:
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
         prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
+        beside_chunks = cascade_attention is True
         cascade_attention = not batch_invariant if cascade_attention is None else cascade_attention
         _check_choices(
             quantization, load_format, enable_prefix_caching=prefix_caching,
@@ -242,7 +244,9 @@ class LLM:
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
         token_bytes = bytes_of_block(network, 1, cache_dtype) // config.num_layers
-        groups = PrefixGroups(manager, config.windows, token_bytes) if cascade_attention else None
+        groups = None
+        if cascade_attention:
+            groups = PrefixGroups(manager, config.windows, token_bytes, beside_chunks)
         scheduler = Scheduler(manager, budget, prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,

@@ -399,6 +399,29 @@ def test_groups_are_the_default_where_bits_may_depend_on_the_batch():
         assert (load("llama3", **options).engine.scheduler.groups is not None) == has_groups
 
 
+def test_by_default_there_are_no_groups_beside_long_chunks(monkeypatch):
+    """Their gain there is not measured."""
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 1)
+    for module in (groups, runner):
+        monkeypatch.setattr(module, "MAX_NEW_TOKENS", 6)
+    for cascade_attention in (None, True):
+        llm = load(
+            "llama3", block_size=SIZE, max_num_batched_tokens=24, max_num_seqs=12,
+            cascade_attention=cascade_attention,
+        )  # fmt: skip
+        kinds, launch = set(), llm.engine.runner.launch
+
+        def launched(schedule, kinds=kinds, launch=launch):
+            most = max((entry.num_tokens for entry in schedule.entries), default=0)
+            kinds.add((most > 6, bool(schedule.cascades)))
+            return launch(schedule)
+
+        monkeypatch.setattr(llm.engine.runner, "launch", launched)
+        llm.generate(NESTED, SamplingParams(n=3, temperature=0, max_tokens=LENGTH))
+        assert (False, True) in kinds
+        assert ((True, True) in kinds) == (cascade_attention is True)
+
+
 def test_beams_in_groups_are_those_without(monkeypatch):
     used = levels_used(monkeypatch)
     llm, plain = with_groups(monkeypatch, "llama3", {})

@@ -171,8 +171,6 @@ SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 """Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
 two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
 under a causal mask, where heads complete later."""
-STEP = 64 * 128
-"""Floats of dQ in a step of most configurations. With fewer, ``dq_accum`` may have room for more heads."""
 LISTED_ROUNDS = 8
 """With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
 does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
@@ -181,7 +179,12 @@ BYTES_BY_COST, BYTES_BY_SEQUENCE = 60e6, 90e6
 """Up to so many :func:`bytes_at_work`, packed rows stay in the L2 cache, by the order of the tile table. By
 cost, packed documents took longer on an H200 than estimated without misses: with 12 query heads on 2 1.32
 times as long, 28 on 4 1.31, 40 on 8 1.15, 24 on 8 1.07 (head_dim 128, 32,768 tokens). A model with a cache of
-40 MB and 3.3 TB/s behind it is within 7 % of ten such calls. Both numbers come from it."""
+40 MB and 3.3 TB/s behind it was within 7 % of ten such calls. Both numbers come from it. Plans that it
+predicted then took 0.95 to 1.11 times the predicted time. With the choices that follow, 12 heads on 2 took
+1163 us instead of 1397, and with longer documents 2048 instead of 2283; 28 on 4 2333 instead of 2719; 32 on 8
+4686 instead of 4872; 40 on 8 as long as before, where 0.89 was predicted. The first is faster still with
+heads divided in three (1104 us), or in two and sequence after sequence (1117). Neither number alone would
+choose that without changing the plans of other calls."""
 SHORT = 1024
 """Keys up to which sequences have few programs that could read a row from the cache."""
 EQUAL = 1.02
@@ -232,8 +235,10 @@ L2_PARTS = 40e6
 """Bytes of parts that stay in the L2 cache."""
 PART_BYTES = 5.0e6
 """Bytes per microsecond of parts that do not stay there. With 107 MB of parts, cross-attention to 234 keys
-took 291 us, and the estimate without this time is 237; with 101 MB, to 512 keys, 670 and 613. Under a causal
-mask it is not added: there, splits also keep rows in the cache, which is not estimated for dense calls."""
+took 291 us, and the estimate without this time is 237; with 101 MB, to 512 keys, 670 and 613. Without parts,
+the first takes 258 us instead of 296. This time is not all of it: with 54 MB of parts the first takes 291 us,
+estimated 251. Under a causal mask it is not added: there, splits also keep rows in the cache, which is not
+estimated for dense calls."""
 
 
 class LaunchWork(NamedTuple):
@@ -388,7 +393,9 @@ def sorted_by_cost(problem: Problem, config: BackwardConfig) -> bool:
     A work tile has all query heads of a group: that of the first keys of a long document takes 830 us of a
     call of 2,500. Sequence after sequence, those of the last heads begin late: packed documents of 40 to
     4,000 tokens take up to 1.04 times the time by cost (simulated). By cost, programs work on more sequences
-    at a time, whose rows must be in the L2 cache. Deterministic sums have an order of their own.
+    at a time, whose rows must be in the L2 cache. On an H200 sequence after sequence took 0.83 of the time by
+    cost with 12 query heads on 2 of 128, 0.91 with 28 on 4, 0.96 with 32 on 8, and 0.98 to 1.02 in six other
+    calls, where the difference is noise. Deterministic sums have an order of their own.
     """
     _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     if not problem.varlen or problem.deterministic or right == UNLIMITED:
@@ -400,7 +407,9 @@ def cache_misses(problem: Problem, config: BackwardConfig) -> float:
     """Return the factor of the time of steps whose rows leave the L2 cache, 1 if they do not.
 
     It was found for packed sequences under a causal mask. Programs that divide the rows of a block of keys
-    work on fewer sequences at a time.
+    work on fewer sequences at a time. Dense causal calls are not counted yet: with rows divided in two, 4 x
+    4096 with 64 query heads on 8 of 128 took 4900 us instead of 5395, with 32 on 8 2709 instead of 2800, and
+    1 x 16384 with 28 on 4 as long as without, although 0.76 was predicted.
     """
     many = problem.varlen and is_causal(problem) and problem.seqlen_k > SHORT
     if not many or problem.deterministic or config.wide:
@@ -520,23 +529,25 @@ def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, progr
     """Return the number of key heads that ``dq_accum`` has room for.
 
     ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
-    a time, because programs begin the next heads while the sums of the previous ones are converted. When
-    deterministic or with a block mask, interleaved heads complete at the same time and need more room. All
-    interleaved heads must fit, since they must not wait for one another. A larger ``dq_accum`` would not stay
-    in the L2 cache. If the last heads would wait for the first ones, there may be room for all
-    (``config.ALL_RESIDENT``).
+    a time, because programs begin the next heads while the sums of the previous ones are converted, and for
+    three times as many if causal steps are short. When deterministic or with a block mask, interleaved heads
+    complete at the same time and need more room. All interleaved heads must fit, since they must not wait for
+    one another. A larger ``dq_accum`` would not stay in the L2 cache. If the last heads would wait for the
+    first ones, there may be room for all (``config.ALL_RESIDENT``).
     """
     if config.ALL_RESIDENT:
         return key_heads(problem)
     # Twice the heads at work and one. Causal at a length of 512 and head_dim 64, 1.2, 1.5, 2, 3 and 6 times
     # took 533, 493, 481, 483 and 491 us: with less room heads wait, with more dq_accum leaves the L2 cache.
-    # If steps have fewer floats, more heads complete during a conversion: causal at a length of 1,024, heads
-    # of 16 took as long as without a mask, 1.4 times the estimate. Three times the heads at work have room in
-    # fewer bytes than twice the heads of 128 columns. Grouped heads, and those of packed sequences, take
-    # longer.
+    # Steps of 64 rows at head_dim 64 are short, so more heads complete during a conversion. With room for
+    # three times the heads at work, causal sequences of 231, 413 and 589 tokens took 154, 218 and 241 us
+    # instead of 159, 226 and 251; those of 512 448 instead of 450, which is noise. With head sizes up to 32
+    # it brought nothing: causal at a length of 1,024, heads of 16 took 1048, 1047 and 1049 us with two, three
+    # and eight times. They take 1.4 times the estimate, as long as without a mask; the cause is not found.
+    # Grouped heads, and those of packed sequences, take longer and were not tried.
     tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
     rounds = LISTED_ROUNDS if has_lists(problem) else 2
-    short = config.BLOCK_M * tile_widths(problem)[0] < STEP and problem.group_size == 1
+    short = config.BLOCK_M == tile_widths(problem)[0] == 64 and problem.group_size == 1
     if short and is_causal(problem) and not (problem.varlen or problem.deterministic or has_lists(problem)):
         rounds = 3
     heads = math.ceil(rounds * programs / max(tiles, 1)) + 1

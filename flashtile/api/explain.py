@@ -117,11 +117,10 @@ def _floors(call: Call, choices: tuple[Choice, ...]) -> Iterator[str]:
         least = least_flops(call, which)
         line = f"{which}: at least {least_bytes(call, which) / 1e6:,.1f} MB and {least / 1e9:,.1f} GFLOPs"
         if tile is not None:
-            # Heads that share a tile have a power of two of its rows for each token.
-            part, heads = load_part(str(choice.backend), FORWARD), 1
+            part, heads, rows = load_part(str(choice.backend), FORWARD), 1, 1
             if which == FORWARD.name and hasattr(part, "heads_of_tile"):
-                heads = part.heads_of_tile(choice.problem, choice.config)
-            tokens = tile[0] // (1 << (heads - 1).bit_length())
+                heads, rows = part.heads_of_tile(choice.problem, choice.config)
+            tokens = tile[0] // rows
             visited = visited_scores(call, (tokens, tile[1])) * tile[0] / (tokens * heads)
             share = call.visible_pairs / max(visited, 1)
             line += (

@@ -416,9 +416,13 @@ class Runner:
         groups = self._groups(views, form, batch, offsets)
         if form.few is None or ends is None:
             return step._replace(groups=groups)
-        few = StepInput(tokens[:count], starts[:batch], table[:batch], offsets, width, groups=groups)
+        few = StepInput(step.tokens[:count], starts[:batch], table[:batch], offsets, width, groups=groups)
         many = StepInput(
-            tokens[count:], starts[batch:].clone(), table[batch:].clone(), ends[batch:] - count, form.width
+            step.tokens[count:],
+            starts[batch:].clone(),
+            table[batch:].clone(),
+            ends[batch:] - count,
+            form.width,
         )
         return step._replace(parts=(few, many))
 

@@ -92,11 +92,13 @@ def configure_forward(problem: Problem):
     return divided(problem, config) or config
 
 
-def heads_of_tile(problem: Problem, config) -> int:
-    """Return the number of query heads of a key head that share a tile of the forward."""
+def heads_of_tile(problem: Problem, config) -> tuple[int, int]:
+    """Return (query heads of a key head that share a tile of the forward, rows that a token takes in it)."""
+    from flashtile.backends.hopper.config import rows_of_token
     from flashtile.backends.hopper.forward.rounds import plan_of
 
-    return plan_of(problem, config).pack
+    pack = plan_of(problem, config).pack
+    return pack, rows_of_token(pack)
 
 
 def configure_backward(problem: Problem):

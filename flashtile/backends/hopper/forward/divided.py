@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -107,16 +107,10 @@ class DividedForwardLaunch:
         self._whole = HopperForwardLaunch(problem, config.whole)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        extras: OptionalTensors,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, *into: Any
     ) -> tuple[Tensor, Tensor]:
         # TMA addresses a cache as rows of one tensor, so sequences must be whole rows apart.
         if any(t.shape[0] > 1 and t.stride(0) % t.stride(1) for t in (k, v)):
-            return self._whole(q, k, v, extras, out, lse)
+            return self._whole(q, k, v, extras, *into)
         tensors = CacheTensors(alibi_slopes=extras.alibi_slopes, sink=extras.sink)
-        return self._over_keys(q, k, v, tensors, out, lse)  # type: ignore[return-value]  # lse is returned
+        return self._over_keys(q, k, v, tensors, *into)  # type: ignore[return-value]  # lse is returned

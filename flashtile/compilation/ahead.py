@@ -77,7 +77,7 @@ def compile_for_engine(
         calls: the calls of the steps.
         device: the engine's NVIDIA GPU.
         logger: the engine's logger.
-        workers: number of processes that compile; by default one for each core, at most 16.
+        workers: number of processes that compile; by default one for each core, at most 32.
     """
     begun = time.monotonic()
     try:

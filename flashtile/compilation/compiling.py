@@ -21,7 +21,7 @@ from flashtile.backends.common.device import Target, compiling_for
 from flashtile.compilation.calls import Call
 from flashtile.op.operation import OPERATIONS
 
-MAX_WORKERS = 16
+MAX_WORKERS = 32
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how many calls or kernels are done in it, and how many there are."""
 INDEXED_EVERY = 32
@@ -108,7 +108,7 @@ def compile_calls(
         targets: the GPUs.
         folder: folder for the kernels, made if it is missing; its index is replaced, at last by one that has
             only the kernels of these calls. None: Triton's cache.
-        workers: number of processes that compile; by default one for each core, at most 16.
+        workers: number of processes that compile; by default one for each core, at most 32.
         progress: called with a phase, how many calls or kernels are done in it, and how many there are: first
             "finding the kernels of calls", then "compiling kernels".
     """
@@ -151,16 +151,21 @@ def _wanted(
     wanted: Wanted = {}
     failures = []
     for i, target in enumerate(targets):
+        known: set[tuple] = set()
         with compiling_driver(target.capability, only_named=True):
             for j, call in enumerate(calls):
                 progress("finding the kernels of calls", i * len(calls) + j, len(targets) * len(calls))
                 try:
                     for launch, tensors in launches(call, target):
+                        kernel = launch.kernel_key(tensors)
+                        if kernel in known:  # an engine's 7,000 calls need 200 kernels
+                            continue
                         with only_naming() as named:
                             launch.compile_ahead(tensors)
                         for key, source in named.items():
                             if key not in wanted:
                                 wanted[key] = call, target, pickled(source)
+                        known.add(kernel)
                 except (NotImplementedError, ValueError, pickle.PicklingError) as error:
                     failures.append(Failure(call, target.name, str(error)))
     return wanted, failures

@@ -32,7 +32,7 @@ def warmup(
     Args:
         calls: file that :func:`record_calls` wrote, or the calls. Omitted if ``model`` is given.
         device: the GPU. Default: torch's current one.
-        workers: number of processes that compile; by default one for each core, at most 16.
+        workers: number of processes that compile; by default one for each core, at most 32.
         model: folder of a Hugging Face model, its config file, or its name in Hugging Face's cache.
         purpose: what the model is used for. "training": attention in both passes. "serving": the steps of
             ``LLM`` with its default settings, which ``LLM`` itself also compiles. "both". Without ``model``

@@ -445,10 +445,10 @@ def test_progress_counts_the_kernels_that_a_folder_has(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cores", "workers", "count"), [(4, None, 4), (None, None, 1), (64, None, 16), (2, 5, 5)]
+    ("cores", "workers", "count"), [(4, None, 4), (None, None, 1), (64, None, 32), (2, 5, 5)]
 )
 def test_the_number_of_processes_that_compile(monkeypatch, cores, workers, count):
-    """One for each core, at most 16, or as many as are given. Each is started by its thread."""
+    """One for each core, at most 32, or as many as are given. Each is started by its thread."""
     pools, environments = [], []
 
     class Pool(ThreadPoolExecutor):

@@ -193,6 +193,6 @@ def choose(problem: DecodeProblem) -> DecodeConfig:
     table_family = family(problem.device)
     blocks = row_blocks(table_family, element_bytes, width)
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
-    if problem.invariant:  # the tile decides in which order keys are summed
-        BLOCK_M = blocks[:2][-1]
+    if problem.invariant:  # the tile decides the order of sums, so chunks of prompts have that of single tokens
+        BLOCK_M = blocks[0]
     return row(table_family, element_bytes, BLOCK_M, width)

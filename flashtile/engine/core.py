@@ -52,10 +52,9 @@ class EngineStats:
         num_preemptions: total number of preemptions.
         prompt_tokens, generation_tokens: total number of computed prompt tokens, and of generated tokens.
         prefix_queries, prefix_hits: total number of tokens looked up in the prefix cache, and found there.
-        kv_reads, kv_reads_saved: with ``cascade_attention``, total number of tokens whose keys and values a
-            layer without a window would read if each sequence read its own, and the number of these that were
-            not read because others of a group read them. So the layer read ``1 - kv_reads_saved / kv_reads``
-            of the bytes.
+        kv_reads, kv_reads_saved: with ``cascade_attention``, total number of tokens whose keys and values all
+            layers would read if each sequence read its own, and the number of these that were not read
+            because others of a group read them.
     """
 
     running: int
@@ -415,6 +414,8 @@ class Engine:
         tokens = in_flight.wait()
         for sequence, first, found in in_flight.prompt_scores:
             request = sequence.request
+            if request.finished:  # aborted while this step ran; another request may have its id by now
+                continue
             if found.chosen.isnan().any():
                 self._fail(request, NOT_FINITE)
             elif request.prompt_logprobs is not None and len(request.prompt_logprobs) == first:

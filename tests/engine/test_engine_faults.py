@@ -222,6 +222,21 @@ def test_prompts_without_log_probabilities_end_with_an_error():
     assert all(one.logprob <= 0 for entry in good.prompt_logprobs[1:] for one in entry.values())
 
 
+def test_what_an_aborted_prompt_computed_is_not_told_of_its_successor():
+    """The step in flight finds NaN for a request that was aborted, and whose id another request has."""
+    engine = load("llama3", async_scheduling=True).engine
+    with torch.inference_mode():
+        engine.runner.model.embedding[7] = NOT_A_NUMBER
+    engine.add_request("a", [1, 7, 3], SamplingParams(prompt_logprobs=1))
+    engine.step()
+    engine.abort("a")
+    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
+    found = []
+    while engine.has_unfinished:
+        found += [output.outputs[0].finish_reason for output in engine.step() if output.finished]
+    assert found == ["length"]
+
+
 def test_a_request_that_allows_no_token_ends_with_an_error():
     """Nothing is wrong with the model, so other requests still find their prompts in the prefix cache."""
     llm = load("llama3")

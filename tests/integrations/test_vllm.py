@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_stand_in
+from group_oracle import GroupsInPython
 from vllm_stand_in import PLUGIN, RECORD, modules_of
 
 import called
@@ -1202,6 +1203,7 @@ def cascading(monkeypatch):
     """The option is on, and every common block is worth a group."""
     monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", "1")
     monkeypatch.setattr(paged_groups, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr("flashtile.backends.portable.decode.groups.GroupLaunch", GroupsInPython)
 
 
 def share(step, ranges=RANGES):

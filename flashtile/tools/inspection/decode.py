@@ -290,7 +290,7 @@ def _appending_case(head_dim: int, invariant: bool, capability: tuple[int, int])
         chosen = config.choose(problem)
         launch = AppendingLaunch(problem, chosen, append)
     (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
-    name = f"decode bf16 head_dim {head_dim} rows {chosen.tile.BLOCK_M} appending"
+    name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending" + " invariant" * invariant
     return case_of(launched, name)
 
 

@@ -31,7 +31,6 @@ SERVED = (
     case("whole", new=1, page_size=4, num_splits=1, sink="own", heads=(6, 2)),
     case("last-place", new=1, page_size=48, lengths=(47, 46, 0)),
     case("invariant", new=1, page_size=4, rotary_dim=8, invariant=True),
-    case("invariant-large-group", new=1, page_size=4, rotary_dim=8, invariant=True, heads=(20, 1)),
 )  # fmt: skip
 LEFT = (
     case("dense", new=1),
@@ -41,6 +40,7 @@ LEFT = (
     case("packed", new=(1, 2, 0), page_size=4),
     case("wide", new=1, page_size=4, head_dim=136),
     case("large-group", new=1, page_size=4, heads=(20, 1)),
+    case("invariant-large-group", new=1, page_size=4, invariant=True, heads=(20, 1)),
     case("invariant-two-tokens", new=2, page_size=4, invariant=True),
 )
 

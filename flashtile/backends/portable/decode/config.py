@@ -189,10 +189,10 @@ def choose(problem: DecodeProblem) -> DecodeConfig:
     """The configuration for a problem."""
     element_bytes = operand_bytes(problem)
     rows = problem.seqlen_q * problem.group_size
+    if problem.invariant:  # the tile decides the order of sums: chunks of prompts have that of single tokens
+        rows = 1
     width = padded(max(problem.head_dim, problem.head_dim_v))
     table_family = family(problem.device)
     blocks = row_blocks(table_family, element_bytes, width)
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
-    if problem.invariant:  # the tile decides in which order keys are summed
-        BLOCK_M = blocks[:2][-1]
     return row(table_family, element_bytes, BLOCK_M, width)

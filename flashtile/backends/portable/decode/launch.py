@@ -367,16 +367,14 @@ def appends(problem: DecodeProblem, config: DecodeConfig, append: AppendProblem)
 
     It does where this was faster on an H200: caches of 16 bits in pages, head sizes up to 128, tiles of 16
     rows, and one new token and one query of each sequence. One work tile then has all rows of a key head, so
-    the token's key and value are written and read by one program only. Invariant calls also append in their
-    taller tiles: the bits are those of a separate append.
+    the token's key and value are written and read by one program only.
     """
     one_token = problem.seqlen_q == problem.seqlen_new == append.seqlen_new == 1
     packed = problem.varlen or problem.varlen_new or append.slots
     width = max(problem.head_dim, problem.head_dim_v)
     timed = family(problem.device) == "hopper" and operand_bytes(problem) == 2
     timed = timed and width <= MAX_APPENDING_WIDTH
-    narrow = config.tile.BLOCK_M == NARROW or problem.invariant  # an invariant call has no narrow tile
-    one_work_tile = narrow and problem.group_size <= config.tile.BLOCK_M
+    one_work_tile = problem.group_size <= config.tile.BLOCK_M == NARROW
     # With a left padding as long as the sequence, no program would attend to the token, and write it.
     in_pages = problem.page_size > 0 and not problem.leftpad
     return timed and one_token and one_work_tile and in_pages and not packed and 0 not in problem.out_shape

@@ -160,8 +160,11 @@ def default(problem: LinearProblem, kind: str) -> LinearConfig:
 
 
 def filled(problem: LinearProblem, config: LinearConfig) -> LinearConfig:
-    """Divide K into up to eight splits, until nearly all multiprocessors have work."""
-    splits, tiles = config.splits, tiles_of(problem, config)
+    """Divide K into up to eight splits, until nearly all multiprocessors have work.
+
+    The configuration's own splits were measured for another shape. Here they may take a second round.
+    """
+    splits, tiles = 1, tiles_of(problem, replace(config, splits=1))
     while 2 * tiles * splits <= multiprocessors(problem.device) and splits < 8:
         splits *= 2
     return replace(config, splits=min(splits, -(-problem.K // config.BLOCK_K)))

@@ -189,7 +189,8 @@ def product_kernel(
             # Its own sums are loaded again as well: the order is that of the splits, whichever arrives last.
             sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             square = tl.zeros([BLOCK_M], tl.float32)
-            for p in range(splits):
+            # The loads of two splits are on their way together. One by one, each split would wait for L2.
+            for p in tl.range(0, splits, loop_unroll_factor=2):
                 its_sums, its_square = split_at(parts, p, C)
                 # .cg: other multiprocessors wrote them, and an L1 cache is not told.
                 sums += tl.load(its_sums, cache_modifier=".cg")

@@ -20,7 +20,7 @@ from flashtile.checks.conversions import (
     in_memory,
     make_options,
 )
-from flashtile.op.operation import PLAIN_TYPES
+from flashtile.op.operation import PLAIN_TYPES, any_learns
 from flashtile.op.registry import flat, flat_fields
 from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
@@ -354,7 +354,7 @@ def _agree(
     timeout: float,
 ) -> _Call:
     method, layout, meshed, offsets_q, offsets_k, mask = others
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    learns = torch.is_grad_enabled() and any_learns((q, k, v, sink))
     same: dict[str, Any] = {
         "method": method,
         "layout": layout,
@@ -372,6 +372,8 @@ def _agree(
         # All ranks have the ranges of all. Their hash changes if the mask of any rank sees other blocks.
         "block_mask": None if mask is None else (mask.total, hash(mask.ranges)),
         "whether gradients are wanted": learns,
+        # Under a mask, keys that need no gradient send none.
+        "whether gradients of k or v are wanted": mask is not None and learns and any_learns((k, v)),
         "causal": options.masking.window_right == 0,  # named before the window that it becomes
         **{
             name: value

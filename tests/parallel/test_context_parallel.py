@@ -270,6 +270,10 @@ def test_masks_on_which_ranks_disagree_are_named(ranks):
         ([{"of_mask": {"seqlen": 17}}, {"of_mask": {}}], "seqlen"),
         ([{"of_mask": {"layout": "contiguous"}}, {"of_mask": {}}], "layout"),
         ([{"of_mask": own, "softcap": 2.0}, {"of_mask": own}], "softcap"),
+        (
+            [{"of_mask": own, "learns": True, "learns_keys": keys} for keys in (True, False)],
+            "whether gradients of k or v are wanted",
+        ),
     ):
         for said in ranks.run(parallel_tasks.faulty, 2, by_rank=by_rank):
             assert said.startswith(f"ValueError: the ranks disagree on {name}: rank 0 has "), said

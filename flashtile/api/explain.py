@@ -93,7 +93,9 @@ class Explanation:
                 f"lengths must be at least 0 and add up to the call's {packed} packed tokens, got {lengths}"
             )
         if problem.total_k != packed:
-            raise ValueError(f"lengths are those of {packed} queries, but the call has {problem.total_k} keys")
+            raise ValueError(
+                f"lengths are those of {packed} queries, but the call has {problem.total_k} keys"
+            )
         call = replace(Call.from_problem(problem), lengths=tuple((length, length) for length in lengths))
         passes = (choice for choice in self.choices if choice.operation in (FORWARD.name, BACKWARD.name))
         return "\n".join(_floor(call, choice) for choice in passes)

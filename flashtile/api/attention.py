@@ -736,7 +736,7 @@ def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tu
 
 
 def _result(out: Tensor, lse: Tensor, found: tuple[Any, ...], return_lse: bool) -> Tensor | Any:
-    """Return what a function returns: out, then lse if it is asked for, then what else was found."""
+    """Return out, then lse if ``return_lse``, then the other results that were ``found``."""
     if return_lse:
         return out, lse, *found
     return (out, *found) if found else out

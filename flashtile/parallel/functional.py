@@ -149,7 +149,7 @@ def context_parallel_attention(
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
     if block_mask is not None:
-        _check_beside_mask(block_mask, q, layout, method, mesh, options, cu_seqlens_q)
+        _check_with_mask(block_mask, q, layout, method, mesh, options, cu_seqlens_q)
     if type(q) not in PLAIN_TYPES and _is_distributed(q):
         return _attend_distributed(
             q, k, v, return_lse, layout, group, mesh, cu_seqlens_q, sink, method=method,
@@ -323,7 +323,7 @@ def _check_own(
         raise
 
 
-def _check_beside_mask(
+def _check_with_mask(
     mask: Any, q: Any, layout: str, method: str, mesh: Any, options: Options, offsets: Any
 ) -> None:
     """Raise for an argument that cannot be combined with ``block_mask``."""

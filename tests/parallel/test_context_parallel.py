@@ -96,6 +96,17 @@ CASES = {
     "ring lazy": {"ranks": 2, "method": "ring", "lazy": True, "sink": True},
     "ulysses lazy": {"ranks": 2, "method": "ulysses", "lazy": True},
     "allgather lazy": {"ranks": 2, "method": "allgather", "lazy": True},
+    "two dimensions striped, fewer tokens than ranks": {
+        "ranks": 8, "mesh": (4, 2), "layout": "striped", "tokens": (5, 5), "window_size": (2, 5),
+        "sink": True,
+    },
+    "two dimensions striped, few keys": {
+        "ranks": 8, "mesh": (2, 4), "layout": "striped", "tokens": (90, 4), "window_size": (-1, 3),
+    },
+    "ulysses striped, few queries": {
+        "ranks": 8, "method": "ulysses", "layout": "striped", "tokens": (4, 90), "causal": True,
+        "heads": (8, 8),
+    },
     "two dimensions striped": {"ranks": 8, "mesh": (4, 2), "layout": "striped", "causal": True},
 }  # fmt: skip
 

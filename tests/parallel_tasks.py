@@ -410,7 +410,8 @@ def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **argum
                 **{"mask_mod": causal, "seqlen": 16, "group": group, "timeout": timeout}
                 | arguments.pop("of_mask")
             )
-        parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, **arguments)
+        k = x if arguments.pop("learns_keys", True) else x.detach()
+        parallel.context_parallel_attention(x, k, k, group=group, timeout=timeout, **arguments)
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -262,21 +262,10 @@ def attention(
         extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options, rng_state)
-    if in_e4m3:
-        from flashtile.operators.fp8_gradients import attend_descaled
-
-        out, lse = attend_descaled(q, k, v, descales, extras, options)
-    else:
-        out, lse = forward(q, k, v, extras, options, buffers)
-    found: tuple[Any, ...] = ()
-    if options.max_logits or options.entropy:
-        lse, found = split(lse, statistics_of(options), extras.cu_seqlens_q)
-        options = options._replace(max_logits=False, entropy=False)
+    out, lse, found = _attend(q, k, v, descales if in_e4m3 else None, extras, options, buffers)
     if form is not None:
         found += (weights_of(q, k, lse, extras, options, form),)
-    if found:
-        return (out, lse, *found) if return_lse else (out, *found)
-    return (out, lse) if return_lse else out
+    return _result(out, lse, found, return_lse)
 
 
 def flash_attn_func(
@@ -553,7 +542,7 @@ def flash_attn_varlen_func(
             raise NotImplementedError(f"return_{name} must be False with block_table, got True")
         refuse_descales(descales, "without block_table")
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
-        return _result(out, lse, return_attn_probs, return_lse)
+        return _result(out, lse, (None,) if return_attn_probs else (), return_lse or return_attn_probs)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
@@ -702,24 +691,30 @@ def _flash(
     in_e4m3 = check_kind(q, k, v, extras, options, descales, buffers)
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options)
-    if in_e4m3:
+    out, lse, found = _attend(q, k, v, descales if in_e4m3 else None, extras, options, buffers)
+    if return_attn_probs:
+        dmask = None
+        if options.dropout_p != 0.0:
+            from flashtile.api.probabilities import signed_probabilities
+
+            dmask = signed_probabilities(q, k, v, extras, options)
+        found = (dmask, *found)
+    return _result(out, lse, found, return_lse or return_attn_probs)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, descales: Any, extras: Any, options: Any, buffers: tuple
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Return (out, lse, statistics) of a call that has been checked. ``descales`` are None unless in FP8."""
+    if descales is None:
+        out, lse = forward(q, k, v, extras, options, buffers)
+    else:
         from flashtile.operators.fp8_gradients import attend_descaled
 
         out, lse = attend_descaled(q, k, v, descales, extras, options)
-    else:
-        out, lse = forward(q, k, v, extras, options, buffers)
-    found: tuple[Tensor, ...] = ()
     if options.max_logits or options.entropy:
-        lse, found = split(lse, statistics_of(options), extras.cu_seqlens_q)
-        options = options._replace(max_logits=False, entropy=False)
-    if return_attn_probs and options.dropout_p != 0.0:
-        from flashtile.api.probabilities import signed_probabilities
-
-        return out, lse, signed_probabilities(q, k, v, extras, options), *found
-    result = _result(out, lse, return_attn_probs, return_lse)
-    if not found:
-        return result
-    return (*result, *found) if return_lse or return_attn_probs else (out, *found)
+        return out, *split(lse, statistics_of(options), extras.cu_seqlens_q)
+    return out, lse, ()
 
 
 def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:
@@ -740,7 +735,8 @@ def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tu
     return packed.unbind(-3)
 
 
-def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Tensor | Any:
-    if return_attn_probs:
-        return out, lse, None
-    return (out, lse) if return_lse else out
+def _result(out: Tensor, lse: Tensor, found: tuple[Any, ...], return_lse: bool) -> Tensor | Any:
+    """Return out, then lse if ``return_lse``, then the other results that were ``found``."""
+    if return_lse:
+        return out, lse, *found
+    return (out, *found) if found else out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ class Explanation:
         the kernel visits. The latter are more: a mask cuts tiles, and sequences end within tiles.
 
         Raises:
-            ValueError: the call has no packed sequences with so many tokens.
+            ValueError: the call has no packed sequences of these lengths.
 
         Examples:
             >>> q = torch.empty(4096, 32, 128, dtype=torch.bfloat16, device="meta")
@@ -88,10 +88,17 @@ class Explanation:
         """
         problem = self.problem
         packed = problem.total_q if isinstance(problem, Problem) and problem.varlen else 0
-        if sum(lengths) != packed or not packed:
-            raise ValueError(f"lengths must add up to the call's {packed} packed tokens, got {sum(lengths)}")
+        if sum(lengths) != packed or not packed or min(lengths) < 0:
+            raise ValueError(
+                f"lengths must be at least 0 and add up to the call's {packed} packed tokens, got {lengths}"
+            )
+        if problem.total_k != packed:
+            raise ValueError(
+                f"lengths are those of {packed} queries, but the call has {problem.total_k} keys"
+            )
         call = replace(Call.from_problem(problem), lengths=tuple((length, length) for length in lengths))
-        return "\n".join(_floors(call, self.choices))
+        passes = (choice for choice in self.choices if choice.operation in (FORWARD.name, BACKWARD.name))
+        return "\n".join(_floor(call, choice) for choice in passes)
 
     def __str__(self) -> str:
         kernels = "; ".join(dict.fromkeys(map(_kernel, self.choices)))
@@ -101,33 +108,30 @@ class Explanation:
         return f"kernel: {kernels}\nwhy: {_why(self.main)}\nrefused: {refused}"
 
 
-def tile_of(choice: Choice) -> tuple[int, int] | None:
+def _tile_of(choice: Choice) -> tuple[int, int] | None:
     """Return the size of an operation's tiles (queries, keys), or None if its kernel has none."""
     part = _part(choice)
     queries, keys = getattr(part, "BLOCK_M", None), getattr(part, "BLOCK_N", None)
     return None if queries is None or keys is None else (queries, keys)
 
 
-def _floors(call: Call, choices: tuple[Choice, ...]) -> Iterator[str]:
-    """Yield the lines of :meth:`Explanation.floor`."""
-    for choice in choices:
-        if choice.operation not in (FORWARD.name, BACKWARD.name):
-            continue
-        which, tile = choice.operation, tile_of(choice)
-        least = least_flops(call, which)
-        line = f"{which}: at least {least_bytes(call, which) / 1e6:,.1f} MB and {least / 1e9:,.1f} GFLOPs"
-        if tile is not None:
-            part, heads, rows = load_part(str(choice.backend), FORWARD), 1, 1
-            if which == FORWARD.name and hasattr(part, "heads_of_tile"):
-                heads, rows = part.heads_of_tile(choice.problem, choice.config)
-            tokens = tile[0] // rows
-            visited = visited_scores(call, (tokens, tile[1])) * tile[0] / (tokens * heads)
-            share = call.visible_pairs / max(visited, 1)
-            line += (
-                f"; {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, "
-                f"so the products of whole tiles are {least / share / 1e9:,.1f} GFLOPs"
-            )
-        yield line
+def _floor(call: Call, choice: Choice) -> str:
+    """Return the line of :meth:`Explanation.floor` for a pass."""
+    which, tile = choice.operation, _tile_of(choice)
+    least = least_flops(call, which)
+    line = f"{which}: at least {least_bytes(call, which) / 1e6:,.1f} MB and {least / 1e9:,.1f} GFLOPs"
+    if tile is None:
+        return line
+    part, heads, rows = load_part(str(choice.backend), FORWARD), 1, 1
+    if which == FORWARD.name and hasattr(part, "heads_of_tile"):
+        heads, rows = part.heads_of_tile(choice.problem, choice.config)
+    tokens = tile[0] // rows
+    visited = visited_scores(call, (tokens, tile[1])) * tile[0] / (tokens * heads)
+    share = call.visible_pairs / max(visited, 1)
+    return (
+        f"{line}; {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, "
+        f"so the products of whole tiles are {least / share / 1e9:,.1f} GFLOPs"
+    )
 
 
 def _part(choice: Choice) -> Any:
@@ -142,7 +146,7 @@ def _kernel(choice: Choice) -> str:
     """Describe the kernel of an operation: its backend, and its tile size (queries x keys)."""
     if choice.backend is None:
         return f"{choice.operation}: none"
-    tile = tile_of(choice)
+    tile = _tile_of(choice)
     how = getattr(_part(choice), "KERNEL", "" if tile is None else f"tiles of {tile[0]} x {tile[1]}")
     return f"{choice.operation}: {choice.backend}" + (f", {how}" if how else "")
 

@@ -110,14 +110,13 @@ def create_tree_mask(
     first_end, last_end = _extremes(end[:total], sizes[1])
     some = (last_q[:, None] >= first_k) & (first_q[:, None] < last_end)
     every = (first_q[:, None] >= last_k) & (last_q[:, None] < first_end)
-    if window_left == UNLIMITED:
-        mod = tree_mod(place, end)
-    else:
+    mod = tree_mod(place, end)
+    if window_left != UNLIMITED:
         position = (token + shift_in_path).int()
         (first_q, last_q), (first_k, last_k) = (_extremes(position[:total], size) for size in sizes)
         some &= first_q[:, None] - last_k <= window_left
         every &= last_q[:, None] - first_k <= window_left
-        mod = tree_window_mod(place, end, position, window_left)
+        mod &= path_window_mod(position, window_left)
     return block_mask_of(some[None, None], every[None, None], (total, total), sizes, mod)
 
 
@@ -133,16 +132,14 @@ def tree_mod(place: Tensor, end: Tensor) -> MaskMod:
     return mask
 
 
-def tree_window_mod(place: Tensor, end: Tensor, position: Tensor, window_left: int) -> MaskMod:
-    """Return the mask function of a tree in which a query sees at most ``window_left`` tokens before it."""
-    tree = tree_mod(place, end)
+def path_window_mod(position: Tensor, window_left: int) -> MaskMod:
+    """Return the mask function: no key is more than ``window_left`` positions before a query that sees it."""
 
-    def tree_window(batch, head, q_idx, kv_idx):
-        near = position[q_idx] - position[kv_idx] <= window_left
-        return tree(batch, head, q_idx, kv_idx) & near
+    def path_window(batch, head, q_idx, kv_idx):
+        return position[q_idx] - position[kv_idx] <= window_left
 
-    mask = MaskMod(tree_window)
-    mask.recipe = tree_window_mod, (place, end, position, window_left)
+    mask = MaskMod(path_window)
+    mask.recipe = path_window_mod, (position, window_left)
     return mask
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from flashtile.op.operation import (
     on_meta,
     signatures,
 )
-from flashtile.op.selection import select
 from flashtile.operators import functions, statistics
 from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import SignedExtras
@@ -175,13 +176,9 @@ class TangentsOperation(Operation):
 
     def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
         """Return a launch: standard attention if no backend serves the call, or if it has statistics."""
-        try:
-            select(self, self.describe(*tensors, extras, options), options.backend)
-            served = not statistics_of(options)
-        except NotImplementedError:
-            served = False
-        if served:
-            return super().prepare(tensors, extras, options)
+        with contextlib.suppress(NotImplementedError):
+            if not statistics_of(options):
+                return super().prepare(tensors, extras, options)
         from flashtile.operators import derivatives
 
         def launch(*call: Any) -> tuple[Tensor, ...]:
@@ -200,6 +197,7 @@ def _with_equal_strides(tensor: Tensor, tangent: Tensor | None) -> tuple[Tensor,
     return tensor.contiguous(), tangent.contiguous()
 
 
+@dataclass(slots=True)
 class Repeated:
     """The launch of backward passes that repeat, as those of a model's layers do.
 
@@ -210,12 +208,9 @@ class Repeated:
             before there were REPEATS of them.
     """
 
-    __slots__ = ("alike", "calls", "launch")
-
-    def __init__(self, launch: Callable[..., Any]) -> None:
-        self.launch = launch
-        self.calls = 1
-        self.alike: Callable[..., bool] | None = None
+    launch: Callable[..., Any]
+    calls: int = 1
+    alike: Callable[..., bool] | None = None
 
 
 REPEATS = 8

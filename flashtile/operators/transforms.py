@@ -79,15 +79,17 @@ def _with_tangents(
         options = options._replace(learned=0)
     arguments = TANGENTS.flat((*primals, *tangents), extras, options)
     out, lse, out_tangent, lse_tangent = ForwardWithTangents.apply(*arguments)
+    if out.grad_fn is not None and not transforming():
+        out.grad_fn.duals = tensors
     return forward_ad.make_dual(out, out_tangent), forward_ad.make_dual(lse, lse_tangent)
 
 
 def backward(*arguments: Any) -> Any:
     """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents."""
-    if not carries_tangents(arguments[:2]):
+    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(arguments)
+    if not carries_tangents((dout, dlse, q, k, v)):
         refuse_functionalized("dout")
         return _Backward.apply(*arguments)
-    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(arguments)
     attend, learned = derivatives.of_call(extras, options)
     dq, dk, dv, *found = derivatives.gradients(attend, dout, dlse, (q, k, v, *learned.values()))
     of_learned = dict(zip(learned, found, strict=True))
@@ -174,6 +176,9 @@ class ForwardWithTangents(torch.autograd.Function):
         a call without tangents, which kernels compute. All others are those of standard attention.
         """
         (q, k, v, *tangents), (out, lse) = ctx.saved_tensors[:6], ctx.saved_tensors[6:8]
+        duals: Sequence[Tensor] = getattr(ctx, "duals", ())
+        if carries_tangents(duals):  # within the dual level still, so the gradients have tangents
+            q, k, v = duals
         extras, options = extras_of(ctx.saved_tensors[8:]), ctx.options
         cotangents = dout, dlse, dout_tangent, dlse_tangent
         needing = _needing(ctx, TANGENTS)

@@ -96,7 +96,8 @@ def weights_of(
     extras = extras._replace(
         sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
     )
-    own = options._asdict() | {"dropout_p": 0.0, "deterministic": False, "form": form[0], "top": form[1]}
+    own = options._replace(dropout_p=0.0, deterministic=False, max_logits=False, entropy=False)._asdict()
+    own |= {"form": form[0], "top": form[1]}
     if isinstance(extras, ModifiedExtras):
         of_weights = ModifiedWeightsOptions(**own | {"learned": 0})  # captured tensors get no gradient here
     else:

@@ -273,7 +273,8 @@ def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Bl
     ``row`` and ``column`` are added to the rectangle's indices. Query i of ``queries`` sees key j of ``keys``
     where ``low <= j - i <= high``.
     """
-    step, apart = max(queries.step, keys.step), keys.start - queries.start
+    step = queries.step if queries.length > 1 else keys.step  # that of one token means nothing
+    apart = keys.start - queries.start
     q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
     high = keys.length - 1 if mask.right == UNLIMITED else (mask.right - apart) // step
     low = 1 - queries.length if mask.left == UNLIMITED else -((mask.left + apart) // step)

@@ -20,7 +20,7 @@ from flashtile.checks.conversions import (
     in_memory,
     make_options,
 )
-from flashtile.op.operation import PLAIN_TYPES
+from flashtile.op.operation import PLAIN_TYPES, any_learns
 from flashtile.op.registry import flat, flat_fields
 from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
@@ -149,7 +149,7 @@ def context_parallel_attention(
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
     if block_mask is not None:
-        _check_beside_mask(block_mask, q, layout, method, mesh, options, cu_seqlens_q)
+        _check_with_mask(block_mask, q, layout, method, mesh, options, cu_seqlens_q)
     if type(q) not in PLAIN_TYPES and _is_distributed(q):
         return _attend_distributed(
             q, k, v, return_lse, layout, group, mesh, cu_seqlens_q, sink, method=method,
@@ -323,7 +323,7 @@ def _check_own(
         raise
 
 
-def _check_beside_mask(
+def _check_with_mask(
     mask: Any, q: Any, layout: str, method: str, mesh: Any, options: Options, offsets: Any
 ) -> None:
     """Raise for an argument that cannot be combined with ``block_mask``."""
@@ -354,7 +354,7 @@ def _agree(
     timeout: float,
 ) -> _Call:
     method, layout, meshed, offsets_q, offsets_k, mask = others
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    learns = torch.is_grad_enabled() and any_learns((q, k, v, sink))
     same: dict[str, Any] = {
         "method": method,
         "layout": layout,
@@ -372,6 +372,8 @@ def _agree(
         # All ranks have the ranges of all. Their hash changes if the mask of any rank sees other blocks.
         "block_mask": None if mask is None else (mask.total, hash(mask.ranges)),
         "whether gradients are wanted": learns,
+        # Under a mask, keys that need no gradient send none.
+        "whether gradients of k or v are wanted": mask is not None and learns and any_learns((k, v)),
         "causal": options.masking.window_right == 0,  # named before the window that it becomes
         **{
             name: value

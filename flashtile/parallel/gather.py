@@ -11,10 +11,10 @@ divides it by keys: those of other ranks (the halo), then the rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ from flashtile.parallel.attend import (
 )
 from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, union
 from flashtile.parallel.layout import Piece, joined, tokens_of
-from flashtile.parallel.ranks import Message, Pending, Ranks, as_bytes
+from flashtile.parallel.ranks import Message, Ranks, as_bytes
+
+Item = TypeVar("Item")
 
 
 class Part(NamedTuple):
@@ -153,26 +155,6 @@ def needs_of(shards: Shards) -> Needs:
     return _needs(shards.pieces_q, shards.pieces_k, shards.mask)
 
 
-class _InTransit(NamedTuple):
-    """Keys and values on their way to this rank.
-
-    Attributes:
-        pending: the messages.
-        gathered: keys and values; complete once :meth:`arrive` has returned.
-        copies: (buffer, part of ``gathered``) where a message cannot be received in place.
-    """
-
-    pending: Pending
-    gathered: list[Tensor]
-    copies: list[tuple[Tensor, Tensor]]
-
-    def arrive(self) -> list[Tensor]:
-        self.pending.wait()
-        for buffer, part in self.copies:
-            part.copy_(buffer)
-        return self.gathered
-
-
 @dataclass(frozen=True)
 class Exchange:
     """The messages with which each rank gets the keys that it needs, and gives back their gradients."""
@@ -181,88 +163,76 @@ class Exchange:
     needs: Needs
     timeout: float
 
-    @property
-    def _rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.ranks.size) if rank != self._rank]
-
-    def gather(self, tensors: list[Tensor], before: Callable[[], None] | None = None) -> _InTransit:
+    def gather(
+        self, tensors: list[Tensor], before: Callable[[], None] | None = None
+    ) -> Callable[[], list[Tensor]]:
         """Begin to gather the keys and values of the queries that see other ranks' keys.
 
-        ``before`` is that of :meth:`Ranks.post`.
-        Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). The results are (batch, gathered
-        tokens, heads, head_dim).
+        Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). ``before`` is that of
+        :meth:`Ranks.post`. Returns a function that waits for the messages, and returns (batch, gathered
+        tokens, heads, head_dim) for each tensor.
         """
-        tokens = self.needs.gathered(self._rank).tokens
+        rank = self.ranks.rank
+        tokens = self.needs.gathered(rank).tokens
         gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
-        sent = [
-            Message(other, as_bytes([part.of_owner(t)]))
-            for other in self._others
-            for t in tensors
-            for part in self.needs.parts(self._rank, other)
-        ]
-        incoming = [
-            (other, part.of_gathered(t))
-            for other in self._others
-            for t in gathered
-            for part in self.needs.parts(other, self._rank)
-        ]
-        buffers = [torch.empty_like(x) if not x.is_contiguous() else x for _, x in incoming]
+        sent = [Message(other, as_bytes([part.of_owner(t)])) for other, t, part in self._parts(tensors, True)]
+        incoming = [(other, part.of_gathered(t)) for other, t, part in self._parts(gathered, False)]
+        buffers = [x if x.is_contiguous() else torch.empty_like(x) for _, x in incoming]
         received = [
             Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
         ]
         for t, to in zip(tensors, gathered, strict=True):
-            for part in self.needs.parts(self._rank, self._rank):
+            for part in self.needs.parts(rank, rank):
                 part.of_gathered(to).copy_(part.of_owner(t))
         pending = self.ranks.post(sent, received, self.timeout, before)
-        copies = [(buffer, x) for (_, x), buffer in zip(incoming, buffers, strict=True) if buffer is not x]
-        return _InTransit(pending, gathered, copies)
 
-    def give_back(
-        self, gradients: list[Tensor], like: list[Tensor], of: Callable[[Part, Tensor], Tensor]
-    ) -> tuple[Pending, list[tuple[int, Part, Tensor]]]:
+        def arrive() -> list[Tensor]:
+            pending.wait()
+            for (_, x), buffer in zip(incoming, buffers, strict=True):
+                if buffer is not x:  # the message could not be received in place
+                    x.copy_(buffer)
+            return gathered
+
+        return arrive
+
+    def give_back(self, gradients: list[Tensor], sums: list[Total], halo: bool = False) -> Callable[[], None]:
         """Begin to send gradients of gathered keys and values to the ranks that own them.
 
-        ``of`` takes a part of ``gradients``, by its tokens among those gathered or among those of the halo.
-        Returns (messages, [(0 for keys or 1 for values, tokens, gradients from another rank)]), in the order
-        of ranks.
+        ``gradients`` are those of all gathered tokens, or of the halo only. Returns a function that waits for
+        the gradients of this rank's tokens, and adds them to ``sums`` in the order of ranks.
         """
-        sent = [
-            Message(other, as_bytes([of(part, t)]))
-            for other in self._others
-            for t in gradients
-            for part in self.needs.parts(other, self._rank)
-        ]
+        of = Part.of_halo if halo else Part.of_gathered
+        sent = [Message(other, as_bytes([of(part, t)])) for other, t, part in self._parts(gradients, False)]
         incoming = [
-            (other, i, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:]), dtype=gradients[0].dtype))
-            for other in self._others
-            for i, t in enumerate(like)
-            for part in self.needs.parts(self._rank, other)
+            (other, total, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:])))
+            for other, (total, t), part in self._parts([*zip(sums, gradients, strict=True)], True)
         ]
         received = [Message(other, as_bytes([buffer])) for other, _, _, buffer in incoming]
         pending = self.ranks.post(sent, received, self.timeout)
-        return pending, [of_other[1:] for of_other in incoming]
 
-    def add_up(
-        self,
-        gradients: list[Tensor],
-        returning: tuple[Pending, list[tuple[int, Part, Tensor]]],
-        sums: list[Total],
-    ) -> None:
-        """Add gradients of this rank's tokens to ``sums``: first its own, then those of other ranks.
+        def add() -> None:
+            pending.wait()
+            for _, total, part, buffer in incoming:
+                total.add(buffer, part.own, part.own + part.tokens)
 
-        ``gradients`` are those of gathered tokens, or empty if none of them is the rank's own.
-        """
-        for t, total in zip(gradients, sums, strict=False):
-            for part in self.needs.parts(self._rank, self._rank):
+        return add
+
+    def add_own(self, gradients: list[Tensor], sums: list[Total]) -> None:
+        """Add those gradients of gathered tokens to ``sums`` that are of this rank's own tokens."""
+        for t, total in zip(gradients, sums, strict=True):
+            for part in self.needs.parts(self.ranks.rank, self.ranks.rank):
                 total.add(part.of_gathered(t), part.own, part.own + part.tokens)
-        pending, incoming = returning
-        pending.wait()
-        for i, part, buffer in incoming:
-            sums[i].add(buffer, part.own, part.own + part.tokens)
+
+    def _parts(self, items: Sequence[Item], own: bool) -> Iterator[tuple[int, Item, Part]]:
+        """Yield (another rank, item, part) in the order of ranks.
+
+        Parts are of this rank's ``own`` tokens that the other needs, or of the other's that this one needs.
+        """
+        rank = self.ranks.rank
+        for other in range(self.ranks.size):
+            if other != rank:
+                parts = self.needs.parts(rank, other) if own else self.needs.parts(other, rank)
+                yield from ((other, item, part) for item in items for part in parts)
 
 
 @dataclass(frozen=True)
@@ -280,7 +250,7 @@ class AllGather:
         scores, gather = self.shards.scores, self._exchange.gather
         own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
         if not own.calls:
-            keys, values = gather([k, v]).arrive()
+            keys, values = gather([k, v])()
             out, lse = attend_once(q, keys, values, others, scores, sink)
         elif own.disjoint and others.disjoint:
             out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
@@ -292,13 +262,13 @@ class AllGather:
             begin = partial(attend_rows, out, lse, q, own_keys, own_values, first, scores, sink)
             coming = gather([k, v], begin)
             attend_rows(out, lse, q, own_keys, own_values, rest, scores, sink)
-            keys, values = coming.arrive()
+            keys, values = coming()
             attend_rows(out, lse, q, keys, values, others, scores, sink)
         else:
             coming = gather([k, v])
             state = State(q, v.shape[-1], scores, sink)
             state.attend(own_keys, own_values, own)
-            keys, values = coming.arrive()
+            keys, values = coming()
             state.attend(keys, values, others)
             out, lse = state.finish()
         ranges = self._needs.halo_ranges(self._rank)
@@ -330,16 +300,18 @@ class AllGather:
         else:
             coming = exchange.gather([k, v])
             over_own_keys()
-            keys, values = coming.arrive()
+            keys, values = coming()
         dk, dv = (Total(t, rows.dtype) for t in (keys, values))
         rows.differentiate(keys, values, others, dq, dk, dv)
-        of_others = [dk.value(), dv.value()]
-        returning = exchange.give_back(of_others, [k, v], Part.of_halo if halo else Part.of_gathered)
-        if halo:  # while the gradients return
-            over_own_keys()
-        exchange.add_up([] if halo else of_others, returning, [dk_own, dv_own])
+        of_others, sums = [dk.value(), dv.value()], [dk_own, dv_own]
+        add_returned = exchange.give_back(of_others, sums, halo=bool(halo))
+        if halo:
+            over_own_keys()  # while the gradients return
+        else:
+            exchange.add_own(of_others, sums)
+        add_returned()
         dtypes = [rows.dtype if shards.keys_shared else x.dtype for x in (k, v)]
-        dk_sum, dv_sum = (of.rounded(to) for of, to in zip((dk_own, dv_own), dtypes, strict=True))
+        dk_sum, dv_sum = (of.rounded(to) for of, to in zip(sums, dtypes, strict=True))
         return Gradients(dq.rounded(q.dtype), dk_sum, dv_sum, rows.sink_gradient(sink))
 
     @property

@@ -25,7 +25,7 @@ from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
 from flashtile.parallel.attend import Total, wide
 from flashtile.parallel.blocks import Mask, Pair, Ranges, union
-from flashtile.parallel.gather import Exchange, Needs, OfRanks, Part
+from flashtile.parallel.gather import Exchange, Needs, OfRanks
 from flashtile.parallel.layout import pieces_of, positions, tokens_of
 from flashtile.parallel.ranks import TIMEOUT, Ranks, ranks_of
 from flashtile.problems.common import UNLIMITED
@@ -188,18 +188,19 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         # Backward needs the shapes of k and v, but not their memory.
         ctx.exchange, ctx.like = exchange, [t.new_empty(1).expand(t.shape) for t in (k, v)]
-        keys, values = exchange.gather([k, v]).arrive()
+        keys, values = exchange.gather([k, v])()
         return keys, values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, like = [in_memory(dk), in_memory(dv)], ctx.like
-        returning = ctx.exchange.give_back(gradients, like, Part.of_gathered)
-        sums = [Total(t, wide(t.dtype)) for t in like]
+        gradients, exchange = [in_memory(dk), in_memory(dv)], ctx.exchange
+        sums = [Total(t, wide(t.dtype)) for t in ctx.like]
+        add_returned = exchange.give_back(gradients, sums)
         # Copies, because a sum may be written into the memory of its parts.
-        ctx.exchange.add_up([t.to(wide(t.dtype), copy=True) for t in gradients], returning, sums)
-        return *(total.rounded(t.dtype) for total, t in zip(sums, like, strict=True)), None
+        exchange.add_own([t.to(wide(t.dtype), copy=True) for t in gradients], sums)
+        add_returned()
+        return *(total.rounded(t.dtype) for total, t in zip(sums, ctx.like, strict=True)), None
 
 
 def attend_under_mask(

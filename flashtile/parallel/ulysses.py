@@ -193,13 +193,8 @@ def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """
     if all(piece.step == 1 for piece in pieces):
         return joined(sorted(pieces))
-    total = tokens_of(pieces)
-    if (
-        sorted(piece.start for piece in pieces) == list(range(len(pieces)))
-        and max(piece.stop - piece.step for piece in pieces) < total
-    ):
-        return (Piece(0, total),)
-    return tuple(pieces)
+    whole = len(pieces) == pieces[0].step  # as many ranks have tokens as share the sequence
+    return (Piece(0, tokens_of(pieces)),) if whole else tuple(pieces)
 
 
 def _take_heads(x: Tensor, heads: list[int]) -> Tensor:

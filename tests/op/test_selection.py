@@ -259,10 +259,14 @@ def test_the_floor_of_packed_sequences_counts_tiles_of_all_heads_that_share_them
     assert f"; {share:.0%} of the scores in visited tiles of 64 x 64 are visible" in forward
     share = 14 * 55 / (14 * 64 * 128)
     assert f"; {share:.0%} of the scores in visited tiles of 64 x 128 are visible" in backward
-    with pytest.raises(ValueError, match=r"lengths must add up to the call's 10 packed tokens, got 9"):
-        found.floor([9])
-    with pytest.raises(ValueError, match=r"the call's 0 packed tokens, got 10"):
+    for wrong in ([9], [12, -2]):
+        with pytest.raises(ValueError, match=r"lengths must be at least 0 and add up to the call's 10 "):
+            found.floor(wrong)
+    with pytest.raises(ValueError, match=r"the call's 0 packed tokens, got \[10\]"):
         flashtile.explain(q[None], q[None], q[None]).floor([10])
+    more = torch.empty(11, 2, 64, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match=r"lengths are those of 10 queries, but the call has 11 keys"):
+        flashtile.explain(q, more, more, **packed).floor([10])
 
 
 def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):

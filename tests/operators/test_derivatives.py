@@ -221,6 +221,21 @@ def test_forward_mode_over_a_gradient(of):
     assert_same((primal, tangent), (expected, 2 * expected))
 
 
+@pytest.mark.parametrize("moving", [(0,), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: out.sin().sum()])
+def test_gradients_within_a_dual_level_have_tangents(moving, loss):
+    """The tangents of what the forward pass saved count as well as those of the gradient of out."""
+    given = [t.detach().requires_grad_() for t in dense(dtype=torch.float64)]
+    found = []
+    for attend in (partial(flashtile.attention, return_lse=True), reference.attention):
+        with forward_ad.dual_level():
+            tensors = [forward_ad.make_dual(t, t.cos()) if i in moving else t for i, t in enumerate(given)]
+            out, _ = attend(*tensors, causal=True)
+            gradients = torch.autograd.grad(loss(out), given)
+            found.append([forward_ad.unpack_dual(t).tangent for t in gradients])
+    assert_same(found[0], found[1])
+
+
 @pytest.mark.parametrize("name", ["causal", "no keys", "dropout", "sink", "bias", "packed", "functions"])
 def test_gradients_of_tangents_are_those_of_finite_differences(name):
     """Reverse over forward mode, and its own derivative. The kernels' tangents are differenced."""

@@ -96,6 +96,17 @@ CASES = {
     "ring lazy": {"ranks": 2, "method": "ring", "lazy": True, "sink": True},
     "ulysses lazy": {"ranks": 2, "method": "ulysses", "lazy": True},
     "allgather lazy": {"ranks": 2, "method": "allgather", "lazy": True},
+    "two dimensions striped, fewer tokens than ranks": {
+        "ranks": 8, "mesh": (4, 2), "layout": "striped", "tokens": (5, 5), "window_size": (2, 5),
+        "sink": True,
+    },
+    "two dimensions striped, few keys": {
+        "ranks": 8, "mesh": (2, 4), "layout": "striped", "tokens": (90, 4), "window_size": (-1, 3),
+    },
+    "ulysses striped, few queries": {
+        "ranks": 8, "method": "ulysses", "layout": "striped", "tokens": (4, 90), "causal": True,
+        "heads": (8, 8),
+    },
     "two dimensions striped": {"ranks": 8, "mesh": (4, 2), "layout": "striped", "causal": True},
 }  # fmt: skip
 
@@ -270,6 +281,10 @@ def test_masks_on_which_ranks_disagree_are_named(ranks):
         ([{"of_mask": {"seqlen": 17}}, {"of_mask": {}}], "seqlen"),
         ([{"of_mask": {"layout": "contiguous"}}, {"of_mask": {}}], "layout"),
         ([{"of_mask": own, "softcap": 2.0}, {"of_mask": own}], "softcap"),
+        (
+            [{"of_mask": own, "learns": True, "learns_keys": keys} for keys in (True, False)],
+            "whether gradients of k or v are wanted",
+        ),
     ):
         for said in ranks.run(parallel_tasks.faulty, 2, by_rank=by_rank):
             assert said.startswith(f"ValueError: the ranks disagree on {name}: rank 0 has "), said

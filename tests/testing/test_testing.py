@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import flashtile
 import targets
 from cases import BF16, FP16, FP32, FP64, Case
 from flashtile import testing
@@ -136,6 +137,47 @@ def test_wrong_with_sink_is_refused(name: str) -> None:
     case = replace(CALL, causal=False, sink="float32", unused_keys=5)
     with pytest.raises(AssertionError, match="WRONG"):
         case.inputs("cpu").check(function=WRONG_WITH_SINK[name])
+
+
+class Confused(torch.autograd.Function):
+    """Identity of two tensors, each of which gets the other's gradient."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one.clone(), other.clone()
+
+    @staticmethod
+    def backward(ctx, of_one, of_other):
+        return of_other, of_one
+
+
+class ValuesAsGradient(torch.autograd.Function):
+    """Identity of out, which passes v on as the gradient."""
+
+    @staticmethod
+    def forward(ctx, out, v):
+        ctx.save_for_backward(v)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+
+
+def test_random_tensors_of_a_call_are_not_confused() -> None:
+    """Equal numbers would hide that a kernel reads one tensor in place of another."""
+
+    def swapped(q, k, v, **arguments):
+        out, lse, entropy = flashtile.attention(q, k, v, **arguments)
+        return out, *Confused.apply(lse, entropy)
+
+    def of_values(q, k, v, **arguments):
+        out, lse = flashtile.attention(q, k, v, **arguments)
+        return ValuesAsGradient.apply(out, v), lse
+
+    q, k, v = (testing.random_tensor((1, 40, 2, 16), FP32, "cpu", seed=i) for i in range(3))
+    assert not testing.measure(q, k, v, return_entropy=True, function=swapped).holds
+    assert not testing.measure(q, k, v, function=of_values).holds
 
 
 def test_half_precision_in_float32_is_refused() -> None:

@@ -52,10 +52,8 @@ def tangents(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
     results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
-    given, along = (
-        chunks(problem, config, q, k, v, optional),
-        chunks(problem, config, of_q, of_k, of_v, optional),
-    )
+    given = chunks(problem, config, q, k, v, optional)
+    along = chunks(problem, config, of_q, of_k, of_v, optional)
     for chunk, of_tangents in zip(given, along, strict=True):
         for rows in chunk.row_blocks():
             chunk.store(rows, results, _forward_rows(chunk, rows, (), of_tangents))

@@ -5,7 +5,6 @@ Hopper's kernels serve some calls on ``sm_90a``; the portable ones any call on a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -250,20 +249,19 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 def _tangents_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     """Yield the cases of the forward kernel in forward mode."""
-    for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
-        for head_dim in HEAD_DIMS:
-            if not has_tangents(element_bytes, head_dim):
-                continue
-            for variant in ("full", "causal", "features"):
-                problem = _sized(_VARIANTS[variant], dtype, head_dim)
-                with compiling_for(capability):
-                    config = choose_tangents(problem)
-                q, k, v, extras = inputs_of(problem)
-                launch = PortableTangentsLaunch(problem, config)
-                (launched,) = launches_of(capability, partial(launch, q, k, v, q, k, v, extras))
-                on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
-                name = f"tangents {dtype} head_dim {head_dim} {variant}"
-                yield case_of(launched, name, tensor_cores=on_tensor_cores)
+    sizes = product((("bf16", 2), ("fp32", 4)), HEAD_DIMS, ("full", "causal", "features"))
+    for (dtype, element_bytes), head_dim, variant in sizes:
+        if not has_tangents(element_bytes, head_dim):
+            continue
+        problem = _sized(_VARIANTS[variant], dtype, head_dim)
+        with compiling_for(capability):
+            config = choose_tangents(problem)
+        q, k, v, extras = inputs_of(problem)
+        launch = PortableTangentsLaunch(problem, config)
+        (launched,) = launches_of(capability, partial(launch, q, k, v, q, k, v, extras))
+        on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
+        name = f"tangents {dtype} head_dim {head_dim} {variant}"
+        yield case_of(launched, name, tensor_cores=on_tensor_cores)
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
@@ -510,18 +508,18 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
     Unequal head sizes have only the case with every feature, because they are not timed. Further cases have
     splits (several programs share a block of keys), padded head sizes, or modifiers such as dropout.
     """
-    for sizes, (mask, problem) in itertools.product((*_TABLE, *_WIDE), _MASKS.items()):
+    for sizes, (mask, problem) in product((*_TABLE, *_WIDE), _MASKS.items()):
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
     yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
-    for size, (mask, problem) in itertools.product((32, 64), (_MASKS | {"features": _KNOWN}).items()):
+    for size, (mask, problem) in product((32, 64), (_MASKS | {"features": _KNOWN}).items()):
         problem = replace(problem, head_dim=size, head_dim_v=size)
         for config in backward_alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
             yield from _products(mask, grouped, _SHARED, config)
     # With one block of keys, dQ is stored without dq_accum.
-    for sizes, (mask, problem) in itertools.product(_TABLE, (_MASKS | {"features": _KNOWN}).items()):
+    for sizes, (mask, problem) in product(_TABLE, (_MASKS | {"features": _KNOWN}).items()):
         if mask == "features" or sizes[0] == sizes[1]:
             short = replace(problem, seqlen_q=128, seqlen_k=128, head_dim=sizes[0], head_dim_v=sizes[1])
             if mask == "features":

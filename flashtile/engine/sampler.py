@@ -9,6 +9,7 @@ Top-k and top-p keep the logits above some threshold. Tokens that tie with the l
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -212,6 +213,7 @@ def mix32_(x: Tensor, key: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1))
 
 
+@functools.lru_cache(1024)  # all seeds of a batch are wanted again whenever one of its sequences ends
 def stream_seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index`` of a request, a signed 64-bit integer.
 

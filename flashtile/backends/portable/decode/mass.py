@@ -25,9 +25,9 @@ program of one of its holders, which adds the sums of all of them, in their orde
 n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
 column in each of its sequences.
 
-A tile takes little work, so loads that wait for each other and instructions of the search bound its time. So
-the search serves all heads and keys of a tile, and a program loads P, maxima, lse and mass before it
-searches, as if its sequence were the only holder. If it is not, the program begins again with the first one.
+A tile takes little work, so loads that wait for each other and instructions of the search bound its time. The
+search serves all heads and keys of a tile, and four waits remain: for the sequence's length; for all lengths
+and the entries of the block table; for P, maxima and lse; for mass.
 """
 
 import math
@@ -94,13 +94,13 @@ recomputed."""
 SECTOR = 8
 """Heads of a tile: their numbers of mass, for one key, fill a sector of 32 bytes, the unit of reads."""
 TILE = 2048
-"""Numbers of mass in a tile, if there are enough tiles for all multiprocessors. 1024 are as fast (H200)."""
+"""Numbers of mass in a tile, if there are enough tiles for all multiprocessors. Not measured."""
 PER_THREAD = 8
 """Numbers of mass per thread: a load of 16 bytes of a row of P in 16 bits."""
 MAX_REGISTERS = 80
-"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 96, for two. Units of fewer keys
-than PER_THREAD would spill, so they have no limit."""
-SCAN = 1024
+"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
+fewer keys than PER_THREAD would spill, so they have no limit."""
+SCAN = 2048
 """Entries of block tables that a program compares with its own at a time. Not measured."""
 
 
@@ -114,12 +114,8 @@ class MassVariant(DecodeVariant):
     """Keys of a tile: one n_block, or several of stored probabilities."""
     HEADS: int
     """Key heads of a tile."""
-    GROUPS: int
-    """Groups of HEADS key heads. A constant, because a division by another number takes 25 instructions."""
     ROWS: int
     """Rows of a sequence and key head, at most, if probabilities are stored."""
-    WHOLE: bool
-    """Whether all tiles have HEADS heads, and the strides of mass are numbers of HEADS elements."""
     SIZE: int
     """Keys of a unit. They are in one page and one n_block."""
     SCAN: int
@@ -137,8 +133,7 @@ class MassSizes(NamedTuple):
     parts: Any
     """Programs per sequence and group of HEADS key heads: its tiles, or fewer if they recompute."""
     page_stride: Any
-    """Strides of mass between pages (or rows of a dense cache) and between tokens: in elements, or in HEADS
-    elements if C.WHOLE."""
+    """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
     token_stride: Any
 
 
@@ -151,14 +146,12 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, sizes, None, None)
     if C.PDL:
-        # The next step's attention may take multiprocessors as they become free: it waits for the end of this
-        # kernel, and prefetches keys before.
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
+    groups = (lengths.num_heads_kv + C.HEADS - 1) // C.HEADS
     part = program % sizes.parts
-    head_kv = program // sizes.parts % C.GROUPS * C.HEADS
-    b = program // sizes.parts // C.GROUPS
+    head_kv = program // sizes.parts % groups * C.HEADS
+    b = program // (sizes.parts * groups)
     keys = keys_of_sequence(load_sequence(b, True, pointers, lengths, C), lengths, C)
     first = keys.first // C.KEYS + part
     end = (keys.end + C.KEYS - 1) // C.KEYS
@@ -181,63 +174,30 @@ def add_tile(start, b, head_kv, call, C: tl.constexpr):
     SCAN: tl.constexpr = C.SCAN
     starts = start + tl.arange(0, UNITS) * SIZE
     pages, owned = pages_of_units(b, True, starts, call, C)
-    positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
-    token = positions
-    if C.PAGE_SIZE != 0:
-        token = positions % C.PAGE_SIZE
-    heads = head_kv + tl.arange(0, HEADS)
-    places = pages.to(tl.int64)[:, None] * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
-    exist = (positions < lengths.capacity)[:, :, None]
-    if C.WHOLE:  # the strides are numbers of sectors, so the compiler knows that it may load a sector at once
-        places *= HEADS
-    else:
-        exist = exist & (heads < lengths.num_heads_kv)[None, None, :]
-    to = pointers.mass + (places[:, :, None] + heads[None, None, :])
-    if C.WEIGHTS:  # before the search, as if b were the only holder, so that it need not wait for them
-        sums = sum_stored_rows(starts, owned, b, head_kv, call, C)
-    mass = tl.load(to, mask=owned[:, None, None] & exist, other=0.0)
     first = b
     last = b
     if C.SHARED:
-        # Pages past the end of a sequence are found as well, which is seldom, and saves loads of lengths.
+        # Reduced once, after the loop: a reduction is an exchange between warps.
         lowest = tl.zeros([SCAN, UNITS], tl.int32) + b
         highest = lowest
         for scanned in range(0, sizes.batch, SCAN):
             others = (scanned + tl.arange(0, SCAN))[:, None]
-            exists = others < sizes.batch
-            same = exists & owned & (entries_of_units(others, exists, starts[None, :], call, C) == pages)
+            found, held = pages_of_units(others, others < sizes.batch, starts[None, :], call, C)
+            same = held & (found == pages[None, :])
             lowest = tl.minimum(lowest, tl.where(same, others, b))
             highest = tl.maximum(highest, tl.where(same, others, b))
-        # Reduced once, after the loop: a reduction is an exchange between warps.
-        if tl.max(highest - lowest) != 0:
-            first = tl.min(lowest)
-            last = tl.max(highest)
-            before = starts * 0
-            holders = starts * 0
-            for other in tl.range(first, last + 1, loop_unroll_factor=4):
-                found, held = pages_of_units(other, True, starts, call, C)
-                same = (held & (found == pages)).to(tl.int32)
-                holders += same
-                before += tl.where(other < b, same, 0)
-            owned = owned & (before == starts // C.BLOCK_N % tl.maximum(holders, 1))
-            if C.WEIGHTS:
-                sums = sum_holders(start, starts, pages, owned, first, last, head_kv, call, C)
-    if not C.WEIGHTS:
-        sums = sum_holders(start, starts, pages, owned, first, last, head_kv, call, C)
-    tl.store(to, mass + tl.permute(sums, (1, 2, 0)), mask=owned[:, None, None] & exist)
-
-
-@triton.jit
-def sum_holders(start, starts, pages, owned, first, last, head_kv, call, C: tl.constexpr):
-    """Return the sums [HEADS, UNITS, SIZE] over sequences ``first`` to ``last``, where they hold ``pages``.
-
-    They are added in this order. 0 in units that are not ``owned``.
-    """
-    SIZE: tl.constexpr = C.SIZE
-    HEADS: tl.constexpr = C.HEADS
-    UNITS: tl.constexpr = C.KEYS // SIZE
-    sums = tl.zeros([HEADS, UNITS, SIZE], tl.float32)
+        first = tl.min(lowest)
+        last = tl.max(highest)
+        before = starts * 0
+        holders = starts * 0
+        for other in tl.range(first, last + 1, loop_unroll_factor=4):
+            found, held = pages_of_units(other, True, starts, call, C)
+            same = (held & (found == pages)).to(tl.int32)
+            holders += same
+            before += tl.where(other < b, same, 0)
+        owned = owned & (before == starts // C.BLOCK_N % tl.maximum(holders, 1))
     if tl.max(owned.to(tl.int32), 0) != 0:
+        sums = tl.zeros([HEADS, UNITS, SIZE], tl.float32)
         for i in range(0, last - first + 1):
             holder = first + i
             found, held = pages_of_units(holder, True, starts, call, C)
@@ -249,7 +209,17 @@ def sum_holders(start, starts, pages, owned, first, last, head_kv, call, C: tl.c
                     sum_rows(start // C.BLOCK_N, holder, head_kv, call, C), [1, UNITS, SIZE]
                 )
                 sums += tl.where(same[None, :, None], of_holder, 0.0)
-    return sums
+        positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
+        token = positions
+        if C.PAGE_SIZE != 0:
+            token = positions % C.PAGE_SIZE
+        heads = head_kv + tl.arange(0, HEADS)
+        places = pages.to(tl.int64)[:, None] * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
+        places = places[:, :, None] + heads[None, None, :]
+        inside = owned[:, None] & (positions < lengths.capacity)
+        inside = inside[:, :, None] & (heads < lengths.num_heads_kv)[None, None, :]
+        mass = tl.load(pointers.mass + places, mask=inside, other=0.0)
+        tl.store(pointers.mass + places, mass + tl.permute(sums, (1, 2, 0)), mask=inside)
 
 
 @triton.jit
@@ -259,25 +229,17 @@ def pages_of_units(b, exists, starts, call, C: tl.constexpr):
     ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows may see a key there. Pages
     outside of the cache count as not held. The pages of a dense cache are its rows.
     """
-    # Also where the page is not held: entries and lengths are then loaded together.
-    pages = entries_of_units(b, exists, starts, call, C)
-    keys = keys_of_sequence(load_sequence(b, exists, call.pointers, call.lengths, C), call.lengths, C)
+    pointers, lengths = call.pointers, call.lengths
+    pages = b + starts * 0
+    if C.PAGE_SIZE != 0:
+        # Also where the page is not held: entries and lengths are then loaded together.
+        entries = pointers.block_table + pages.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
+        pages = tl.load(entries, mask=exists & (starts < lengths.capacity), other=0)
+    elif C.HAS_BATCH_IDX:
+        pages = tl.load(pointers.cache_batch_idx + pages, mask=exists, other=0)
+    keys = keys_of_sequence(load_sequence(b, exists, pointers, lengths, C), lengths, C)
     held = exists & (starts < keys.end) & (starts + C.SIZE > keys.first)
     return pages, held & (pages == in_cache(pages, call.num_blocks))
-
-
-@triton.jit
-def entries_of_units(b, exists, starts, call, C: tl.constexpr):
-    """Return what the block table has for each unit of sequence ``b``, also past the sequence's end."""
-    pointers = call.pointers
-    entries = b + starts * 0
-    if C.PAGE_SIZE != 0:
-        of_units = entries.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
-        inside = exists & (starts < call.lengths.capacity)
-        entries = tl.load(pointers.block_table + of_units, mask=inside, other=0)
-    elif C.HAS_BATCH_IDX:
-        entries = tl.load(pointers.cache_batch_idx + entries, mask=exists, other=0)
-    return entries
 
 
 @triton.jit
@@ -358,12 +320,12 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
             of_weights = of_weights[:, :, None] + tl.arange(0, SIZE)[None, None, :]
             inside = exists[:, None] & held[None, :]
             p = tl.load(pointers.stored.weights + of_weights, mask=inside[:, :, None], other=0.0)
-            largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=-float("inf"))
+            largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=0.0)
             lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
-            # Without a key so far, P is 0, and lse may be -inf too. Elsewhere hidden keys have P = 0, and
-            # add 0 unless lse is NaN. A choice for each number would take a sixth of the instructions.
-            factor = tl.where(largest == -float("inf"), 0.0, tl.exp2(largest - lse[:, None] * LOG2_E))
-            sums += p.to(tl.float32) * factor[:, :, None]
+            # Hidden keys have P = 0. If the row sees no key or has an lse of NaN, the factor is NaN.
+            factor = tl.exp2(largest - lse[:, None] * LOG2_E)
+            p = p.to(tl.float32)
+            sums += tl.where(p == 0.0, 0.0, p * factor[:, :, None])
     return sums
 
 
@@ -452,30 +414,26 @@ class MassLaunch:
         problem, config = self._problem, self._config
         plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
         block_n = config.tile.BLOCK_N
-        keys, tile = block_n, config.tile
+        heads, keys, tile = 1, block_n, config.tile
         count = multiprocessors(problem.device)
-        heads = 1 if self.recomputes else min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
-        groups = triton.cdiv(problem.num_heads_kv, heads)
-        work = problem.batch * groups
         if not self.recomputes:
-            while 2 * keys * heads <= TILE and work * triton.cdiv(problem.capacity, 2 * keys) >= count:
+            heads = min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
+            groups = triton.cdiv(problem.num_heads_kv, heads) * problem.batch
+            while 2 * keys * heads <= TILE and groups * triton.cdiv(problem.capacity, 2 * keys) >= count:
                 keys *= 2
             tile = replace(tile, num_warps=max(1, min(8, keys * heads // (32 * PER_THREAD))))
         size = unit_of(problem.page_size, block_n)
-        strides = mass.stride()[:2]
-        whole = not any(number % heads for number in (problem.num_heads_kv, *strides))
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
             KEYS=keys,
             HEADS=heads,
-            GROUPS=groups,
-            WHOLE=whole,
             ROWS=1 if self.recomputes else triton.next_power_of_2(problem.seqlen_q * problem.group_size),
             SIZE=size,
             SCAN=min(max(1, SCAN * size // keys), triton.next_power_of_2(problem.batch)),
         )
         lengths = lengths_of(problem, config)
+        work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
         tiles = triton.cdiv(problem.capacity, keys)
         parts = max(1, min(tiles, triton.cdiv(PROGRAMS * count, work)) if self.recomputes else tiles)
         scale = problem.softmax_scale
@@ -491,7 +449,7 @@ class MassLaunch:
                 lengths,
                 DecodeNumbers(scale, scale * common.LOG2_E, problem.softcap, None),
                 problem.num_blocks,
-                MassSizes(problem.batch, parts, *(stride // (heads if whole else 1) for stride in strides)),
+                MassSizes(problem.batch, parts, *mass.stride()[:2]),
             ),
             (variant,),
             tile,

@@ -53,16 +53,13 @@ from flashtile.backends.portable.decode.attend import (
     in_cache,
     is_seen,
     load_queries,
-    load_rows,
     load_terms,
-    multiply_keys,
     page_of_keys,
-    rows_of_n_block,
     score_rows_of,
     scores_of,
     weight_places,
 )
-from flashtile.backends.portable.decode.config import TALL, DecodeConfig, choose
+from flashtile.backends.portable.decode.config import TALL, choose
 from flashtile.backends.portable.decode.launch import (
     DecodeLaunch,
     decode_variant,
@@ -100,7 +97,7 @@ PER_THREAD = 8
 MAX_REGISTERS = 80
 """For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
 fewer keys than PER_THREAD would spill, so they have no limit."""
-SCAN = 2048
+SCAN = 1024
 """Entries of block tables that a program compares with its own at a time. Not measured."""
 
 
@@ -156,46 +153,46 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
     first = keys.first // C.KEYS + part
     end = (keys.end + C.KEYS - 1) // C.KEYS
     if C.WEIGHTS:
-        # No loop: what the compiler moves out of one takes 128 instead of 61 registers.
-        if first < end:
-            add_tile(first * C.KEYS, b, head_kv, call, C)
+        if first < end:  # no loop: with one, 20 bytes would spill
+            add_tile(first, b, head_kv, call, C)
     else:
         for tile in range(first, end, sizes.parts):
-            add_tile(tile * C.KEYS, b, head_kv, call, C)
+            add_tile(tile, b, head_kv, call, C)
 
 
 @triton.jit
-def add_tile(start, b, head_kv, call, C: tl.constexpr):
-    """Add the mass of the tile of keys from ``start`` on, as far as sequence ``b`` owns their pages."""
-    pointers, lengths, sizes = call.pointers, call.lengths, call.splits
+def add_tile(tile, b, head_kv, call, C: tl.constexpr):
+    """Add the mass of a tile of KEYS keys and HEADS key heads, where it is the turn of sequence ``b``."""
     SIZE: tl.constexpr = C.SIZE  # Triton does not accept a field of C in a shape
     UNITS: tl.constexpr = C.KEYS // SIZE
     HEADS: tl.constexpr = C.HEADS
     SCAN: tl.constexpr = C.SCAN
-    starts = start + tl.arange(0, UNITS) * SIZE
+    lengths, sizes = call.lengths, call.splits
+    starts = tile * C.KEYS + tl.arange(0, UNITS) * SIZE
     pages, owned = pages_of_units(b, True, starts, call, C)
+
+    # The sequences that hold these pages, and whose turn it is.
     first = b
     last = b
     if C.SHARED:
-        # Reduced once, after the loop: a reduction is an exchange between warps.
         lowest = tl.zeros([SCAN, UNITS], tl.int32) + b
         highest = lowest
+        holders = lowest * 0
+        before = holders
         for scanned in range(0, sizes.batch, SCAN):
             others = (scanned + tl.arange(0, SCAN))[:, None]
             found, held = pages_of_units(others, others < sizes.batch, starts[None, :], call, C)
             same = held & (found == pages[None, :])
             lowest = tl.minimum(lowest, tl.where(same, others, b))
             highest = tl.maximum(highest, tl.where(same, others, b))
+            holders += same.to(tl.int32)
+            before += (same & (others < b)).to(tl.int32)
+        # Reduced once, after the loop: a reduction is an exchange between warps.
         first = tl.min(lowest)
         last = tl.max(highest)
-        before = starts * 0
-        holders = starts * 0
-        for other in tl.range(first, last + 1, loop_unroll_factor=4):
-            found, held = pages_of_units(other, True, starts, call, C)
-            same = (held & (found == pages)).to(tl.int32)
-            holders += same
-            before += tl.where(other < b, same, 0)
-        owned = owned & (before == starts // C.BLOCK_N % tl.maximum(holders, 1))
+        turn = starts // C.BLOCK_N % tl.maximum(tl.sum(holders, 0), 1)
+        owned = owned & (tl.sum(before, 0) == turn)
+
     if tl.max(owned.to(tl.int32), 0) != 0:
         sums = tl.zeros([HEADS, UNITS, SIZE], tl.float32)
         for i in range(0, last - first + 1):
@@ -205,9 +202,7 @@ def add_tile(start, b, head_kv, call, C: tl.constexpr):
             if C.WEIGHTS:
                 sums += sum_stored_rows(starts, same, holder, head_kv, call, C)
             elif tl.max(same.to(tl.int32), 0) != 0:
-                of_holder = tl.reshape(
-                    sum_rows(start // C.BLOCK_N, holder, head_kv, call, C), [1, UNITS, SIZE]
-                )
+                of_holder = tl.reshape(sum_rows(tile, holder, head_kv, call, C), [1, UNITS, SIZE])
                 sums += tl.where(same[None, :, None], of_holder, 0.0)
         positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
         token = positions
@@ -215,11 +210,11 @@ def add_tile(start, b, head_kv, call, C: tl.constexpr):
             token = positions % C.PAGE_SIZE
         heads = head_kv + tl.arange(0, HEADS)
         places = pages.to(tl.int64)[:, None] * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
-        places = places[:, :, None] + heads[None, None, :]
-        inside = owned[:, None] & (positions < lengths.capacity)
-        inside = inside[:, :, None] & (heads < lengths.num_heads_kv)[None, None, :]
-        mass = tl.load(pointers.mass + places, mask=inside, other=0.0)
-        tl.store(pointers.mass + places, mass + tl.permute(sums, (1, 2, 0)), mask=inside)
+        to = call.pointers.mass + (places[:, :, None] + heads[None, None, :])
+        exist = owned[:, None] & (positions < lengths.capacity)
+        exist = exist[:, :, None] & (heads < lengths.num_heads_kv)[None, None, :]
+        mass = tl.load(to, mask=exist, other=0.0)
+        tl.store(to, mass + tl.permute(sums, (1, 2, 0)), mask=exist)
 
 
 @triton.jit
@@ -252,13 +247,10 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
     keys = keys_of_sequence(sequence, lengths, C)
     work = WorkTile(b * lengths.m_blocks_per_sequence, head_kv, sequence, 0, keys, 0)
     cache = cache_of(work, n, call, C)
-    start = n * C.BLOCK_N
-    positions = start + tl.arange(0, C.BLOCK_N)
-    seen = is_seen(positions, keys, C)
+    seen = is_seen(n * BLOCK_N + tl.arange(0, BLOCK_N), keys, C)
     page = cache.row
     if C.PAGE_SIZE != 0:
         page = page_of_keys(in_cache(cache.pages[0], call.num_blocks), C)
-    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
     num_rows = sequence.len_q * lengths.group_size
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, num_rows, C.BLOCK_M):
@@ -272,17 +264,8 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         q_odd = q
         if C.E4M3_PAIRS:
             q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
-        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)
-        if C.HAS_QV:
-            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)
-            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
-        if C.DESCALE == "block":
-            page_scale = tl.load(cache.k_descale + page.to(tl.int64) * call.outer.k_descale_stride)
-            if C.PAGE_SIZE != 0 and not C.one_page:
-                page_scale = page_scale[None, :]
-            products = products * page_scale
-        of_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
-        scores = scores_of(products, positions, seen, of_rows, call, C)
+        score_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
+        scores, _ = scores_of(q, q_odd, qv, n, cache, page, seen, score_rows, call, C)
         places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
         lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
         # Hidden keys are told apart by their scores: with an lse of -inf or NaN, the exponential is NaN.
@@ -329,25 +312,6 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
     return sums
 
 
-def unit_of(page_size: int, block_n: int) -> int:
-    """Return the keys of a unit: an n_block within one page, a page of several in an n_block, or 1."""
-    if page_size == 0 or page_size % block_n == 0:
-        return block_n
-    return 1 if block_n % page_size else page_size
-
-
-def stored_sizes(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
-    """Return the numbers of (weights, maxima) that attention stores; (0, 0) if it stores none.
-
-    It does for few rows. Those of a prefill would take more memory than its tensors.
-    """
-    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
-    maxima = math.prod(problem.lse_shape) * n_blocks
-    weights = maxima * config.tile.BLOCK_N
-    few = m_blocks_of(problem, config) <= 1 and weights * problem.dtype.itemsize <= MAX_STORED_BYTES
-    return (weights, maxima) if few else (0, 0)
-
-
 class MassLaunch:
     """``(q, k_cache, v_cache, tensors, mass, out, lse) -> (mass, out, lse)`` for tensors of one signature.
 
@@ -362,26 +326,27 @@ class MassLaunch:
         self._problem = problem
         self._kernel: CachedLaunch | None = None
         self._config = config = choose(problem)
-        self._sizes = (0, 0) if attend else stored_sizes(problem, config)
+        sizes = problem.batch, problem.seqlen_q, problem.num_blocks, problem.capacity
+        self._empty = 0 in (*sizes, *problem.out_shape)
         in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
         self._stored_dtype = torch.float16 if in_float16 else problem.dtype
-        if self.recomputes and config.tile.BLOCK_M == TALL:
+        tile = config.tile
+        self._maxima = math.prod(problem.lse_shape) * triton.cdiv(problem.capacity, tile.BLOCK_N)
+        stored_bytes = self._maxima * tile.BLOCK_N * problem.dtype.itemsize
+        # The probabilities of a prefill would take more memory than its tensors.
+        few = m_blocks_of(problem, config) <= 1 and 0 < stored_bytes <= MAX_STORED_BYTES
+        self.recomputes = attend is not None or not few
+        """Whether probabilities are recomputed instead of stored."""
+        if not self.recomputes:
+            # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
+            own = replace(problem, softmax_max=None, softmax_max_by_head=False)
+            attend = DecodeLaunch(own, config, stores_weights=True)
+        elif tile.BLOCK_M == TALL:
             # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search and
             # the first loads of a tile, which nothing overlaps, serve more products.
-            tile = replace(config.tile, BLOCK_M=TALL // 2, BLOCK_N=2 * config.tile.BLOCK_N)
+            tile = replace(tile, BLOCK_M=TALL // 2, BLOCK_N=2 * tile.BLOCK_N)
             self._config = replace(config, tile=tile)
-        if attend is None:
-            # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
-            own = (
-                problem if self.recomputes else replace(problem, softmax_max=None, softmax_max_by_head=False)
-            )
-            attend = DecodeLaunch(own, config, stores_weights=not self.recomputes)
-        self._attend = attend
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether probabilities are recomputed instead of stored."""
-        return self._sizes[0] == 0
+        self._attend = attend or DecodeLaunch(problem, config)
 
     def __call__(
         self,
@@ -393,19 +358,18 @@ class MassLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        stored, (weights, maxima) = None, self._sizes
-        if weights:
-            stored = WeightPointers(
-                q.new_empty(weights, dtype=self._stored_dtype), q.new_empty(maxima, dtype=torch.float32)
-            )
+        stored = None
+        if not self.recomputes:
+            maxima = q.new_empty(self._maxima, dtype=torch.float32)
+            weights = q.new_empty(self._maxima * self._config.tile.BLOCK_N, dtype=self._stored_dtype)
+            stored = WeightPointers(weights, maxima)
         out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse, stored)
-        if 0 in self._problem.out_shape or 0 in mass.shape or self._problem.batch == 0:
-            return mass, out, lse
-        given = (q, *caches_as_operands(k_cache, v_cache, self._config))
-        if self._kernel is None:
-            self._kernel = self._prepare(*given, tensors, mass)
-        multiplied = given if self.recomputes else (None, None, None)
-        self._kernel(q.device, *multiplied, lse, mass, stored, *tensors)
+        if not self._empty:
+            given = (q, *caches_as_operands(k_cache, v_cache, self._config))
+            if self._kernel is None:
+                self._kernel = self._prepare(*given, tensors, mass)
+            multiplied = given if self.recomputes else (None, None, None)
+            self._kernel(q.device, *multiplied, lse, mass, stored, *tensors)
         return mass, out, lse
 
     def _prepare(
@@ -413,16 +377,18 @@ class MassLaunch:
     ) -> CachedLaunch:
         problem, config = self._problem, self._config
         plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
-        block_n = config.tile.BLOCK_N
-        heads, keys, tile = 1, block_n, config.tile
-        count = multiprocessors(problem.device)
+        lengths, tile = lengths_of(problem, config), config.tile
+        heads = 1 if self.recomputes else min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
+        work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
+        count, keys = multiprocessors(problem.device), tile.BLOCK_N
         if not self.recomputes:
-            heads = min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
-            groups = triton.cdiv(problem.num_heads_kv, heads) * problem.batch
-            while 2 * keys * heads <= TILE and groups * triton.cdiv(problem.capacity, 2 * keys) >= count:
+            while 2 * keys * heads <= TILE and work * triton.cdiv(problem.capacity, 2 * keys) >= count:
                 keys *= 2
             tile = replace(tile, num_warps=max(1, min(8, keys * heads // (32 * PER_THREAD))))
-        size = unit_of(problem.page_size, block_n)
+        parts = triton.cdiv(problem.capacity, keys)
+        if self.recomputes:
+            parts = min(parts, triton.cdiv(PROGRAMS * count, work))
+        size = math.gcd(problem.page_size, tile.BLOCK_N)
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
@@ -432,14 +398,12 @@ class MassLaunch:
             SIZE=size,
             SCAN=min(max(1, SCAN * size // keys), triton.next_power_of_2(problem.batch)),
         )
-        lengths = lengths_of(problem, config)
-        work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
-        tiles = triton.cdiv(problem.capacity, keys)
-        parts = max(1, min(tiles, triton.cdiv(PROGRAMS * count, work)) if self.recomputes else tiles)
         scale = problem.softmax_scale
-        options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
-        if variant.PDL and variant.WEIGHTS and size >= PER_THREAD:
-            options["maxnreg"] = MAX_REGISTERS
+        options: dict[str, Any] = {}
+        if variant.PDL:
+            options["launch_pdl"] = True
+            if not self.recomputes and size >= PER_THREAD:
+                options["maxnreg"] = MAX_REGISTERS
         return CachedLaunch(
             mass_kernel,
             parts * work,

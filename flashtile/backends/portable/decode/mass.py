@@ -4,7 +4,7 @@ Attention has no final probabilities: it accumulates tiles relative to a running
 are P = exp(S - lse), and the mass of a key is the sum of its column of P, over query heads of the group and
 query tokens. So this kernel runs after attention::
 
-    for each tile of keys that a program owns, for all heads of a 32-byte sector of mass:
+    for each tile of KEYS keys and HEADS key heads that a program has:
         for each sequence that holds it, in order:       one, unless sequences share pages
             sums += sum over rows of P
         mass += sums
@@ -25,9 +25,8 @@ program of one of its holders, which adds the sums of all of them, in their orde
 n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
 column in each of its sequences.
 
-A tile takes little work, so loads that wait for each other and instructions of the search bound its time. The
-search serves all heads and keys of a tile, and four waits remain: for the sequence's length; for all lengths
-and the entries of the block table; for P, maxima and lse; for mass.
+A tile takes little work, so its time is bound by loads that wait for each other, and by the instructions of
+the search. Therefore one search serves all heads and keys of a tile.
 """
 
 import math
@@ -91,14 +90,14 @@ recomputed."""
 SECTOR = 8
 """Heads of a tile: their numbers of mass, for one key, fill a sector of 32 bytes, the unit of reads."""
 TILE = 2048
-"""Numbers of mass in a tile, if there are enough tiles for all multiprocessors. Not measured."""
+"""Numbers of mass in a tile, if there are enough tiles for all multiprocessors. 1024 are as fast (H200)."""
 PER_THREAD = 8
 """Numbers of mass per thread: a load of 16 bytes of a row of P in 16 bits."""
 MAX_REGISTERS = 80
-"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
-fewer keys than PER_THREAD would spill, so they have no limit."""
+"""For three programs of 8 warps per multiprocessor. 64, for four, spill, and a step takes up to 4 % longer
+(H200). Units of fewer keys than PER_THREAD would spill with 80, so they have no limit."""
 SCAN = 1024
-"""Entries of block tables that a program compares with its own at a time. Not measured."""
+"""Entries of block tables that a program compares with its own at a time. With 2048, registers spill."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class MassVariant(DecodeVariant):
     ROWS: int
     """Rows of a sequence and key head, at most, if probabilities are stored."""
     SIZE: int
-    """Keys of a unit. They are in one page and one n_block."""
+    """Keys of a unit, which is in one page and one n_block."""
     SCAN: int
     """Sequences whose block tables a program compares with its own at a time."""
 
@@ -128,7 +127,7 @@ class MassSizes(NamedTuple):
 
     batch: Any
     parts: Any
-    """Programs per sequence and group of HEADS key heads: its tiles, or fewer if they recompute."""
+    """Programs for a sequence and HEADS key heads: one for each tile, or fewer if they recompute."""
     page_stride: Any
     """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
     token_stride: Any

@@ -142,7 +142,7 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, sizes, None, None)
     if C.PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # this kernel may start before attention has ended
     program = tl.program_id(0)
     groups = (lengths.num_heads_kv + C.HEADS - 1) // C.HEADS
     part = program % sizes.parts

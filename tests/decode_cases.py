@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flashtile
+from cases import FP32
 from flashtile.problems.decode import FP8
 
 NOBODY = 2**30
@@ -284,3 +286,25 @@ def paged(
         arguments |= _offsets("q", seqlen_q, partial(torch.tensor, dtype=torch.int32, device=device))
     q = torch.randn((*rows, heads[0], head_dim), generator=generator, device=device).to(dtype)
     return (q, *caches), arguments
+
+
+def check_mass_of_nan(backend: str) -> None:
+    """Check that a row with NaN makes the mass of the keys that it sees NaN, and changes no other."""
+    (q, *caches), arguments = paged([20, 9], (4, 2), 16, page_size=4, seqlen_q=3, dtype=FP32, device="cpu")
+    keys = torch.arange(14, 18)
+    places = arguments["block_table"][0, keys // 4].long(), keys % 4
+    add = partial(flashtile.flash_attn_with_kvcache, causal=True, window_size=(3, 0), backend=backend)
+    clean = torch.zeros(caches[0].shape[:3])
+    add(q, *caches, mass=clean, **arguments)
+    seen = torch.zeros_like(clean, dtype=torch.bool)
+    seen[places] = True
+    for by_query in (True, False):  # NaN in the query at position 17, or in the first key that only it sees
+        poisoned = [q.clone(), caches[0].clone()]
+        if by_query:
+            poisoned[0][0, 0] = torch.nan
+        else:
+            poisoned[1][places[0][0], places[1][0]] = torch.nan
+        mass = torch.zeros_like(clean)
+        add(*poisoned, caches[1], mass=mass, **arguments)
+        assert torch.equal(mass.isnan(), seen)
+        assert torch.equal(mass[~seen], clean[~seen])

@@ -132,6 +132,7 @@ def attention_with_kvcache(
         if mass is not None:
             ones = torch.eye(seqlen_k, dtype=compute, device=q.device)[:, None].expand(-1, k_b.shape[1], -1)
             p, _ = attend(ones)  # (rows, heads_q, keys)
+            p = p.masked_fill(~seen[:, None], 0.0)  # a row with a NaN has NaN everywhere
             sums = p.to(mass.dtype).unflatten(1, (k_b.shape[1], -1)).sum((0, 2))
             at = torch.arange(seqlen_k, device=q.device)
             mass[locate(torch.full_like(at, b), at, k_cache, places)] += sums.T

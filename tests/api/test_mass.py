@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from cases import BF16, FP32, FP64
-from decode_cases import CASES, build
+from decode_cases import CASES, build, check_mass_of_nan
 from flashtile.op.registry import flat
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.testing import decode as testing
@@ -42,6 +42,10 @@ def test_keys_that_no_query_sees_keep_their_numbers(name):
     flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, mass=mass, **arguments)
     assert mass.isnan().any()
     torch.testing.assert_close(mass, torch.where(reached > 0, reached, NAN), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_with_nan_changes_only_the_mass_of_keys_that_it_sees():
+    check_mass_of_nan("cpu")
 
 
 def shared_pages():

@@ -405,9 +405,10 @@ class _Sequence:
 
     def weigh(self, rows: range, lse: Tensor, sums: Tensor) -> None:
         """Add to ``sums`` (heads_kv, seqlen_k) the probabilities of each key, given lse (heads_q, rows)."""
-        shift = lse.masked_fill(lse == -torch.inf, 0.0).reshape(sums.shape[0], -1, 1)  # such rows see no key
+        shift = lse.reshape(sums.shape[0], -1, 1)
         for scores, keys in self._tiles(self._queries(rows), rows):
-            sums[:, keys.start : keys.stop] += scores.sub_(shift).exp_().sum(1)
+            hidden = scores == -torch.inf  # also in rows whose lse is -inf or NaN
+            sums[:, keys.start : keys.stop] += scores.sub_(shift).exp_().masked_fill_(hidden, 0.0).sum(1)
 
     def rows_of(self, lse: Tensor) -> Tensor:
         """Return the part (heads_q, rows) of this sequence of lse."""

@@ -16,11 +16,12 @@ import triton.language as tl
 
 import flashtile
 from cases import FP16, FP32
-from decode_cases import CASES, build
+from decode_cases import CASES, build, check_mass_of_nan
 from flashtile.backends.common.tiles import decode_bits, encode_bits
 from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode import mass as mass_kernel
 from flashtile.backends.portable.decode.attend import WeightPointers
+from flashtile.backends.portable.decode.mass import MassVariant
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, stream_k_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
@@ -78,6 +79,25 @@ def test_mass_of_many_rows_has_wide_tiles_of_keys(name, monkeypatch):
     tensors, arguments = build(BY_NAME[name], FP32, "cpu")
     mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
     testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
+@pytest.mark.usefixtures("fresh_launches")
+def test_a_row_with_nan_changes_only_the_mass_of_keys_that_it_sees(stored, monkeypatch):
+    if not stored:
+        monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    check_mass_of_nan("portable")
+
+
+@pytest.mark.usefixtures("fresh_launches")
+def test_units_of_pages_that_overlap_tiles(monkeypatch):
+    """A page of 24 and tiles of 16 keys have units of 8."""
+    units = []
+    monkeypatch.setattr(mass_kernel, "MassVariant", lambda **c: units.append(c["SIZE"]) or MassVariant(**c))
+    (q, *caches, _, _), arguments = build(replace(BY_NAME["paged"], page_size=24), FP32, "cpu")
+    mass = torch.rand(caches[0].shape[:3], generator=torch.Generator().manual_seed(9))
+    testing.check(q, *caches, mass=mass, backend="portable", **arguments)
+    assert set(units) == {8}
 
 
 def test_rows_padded_to_the_capacity_store_no_probabilities(monkeypatch):

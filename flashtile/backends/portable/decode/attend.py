@@ -544,7 +544,7 @@ def weight_places(n, places, lengths, C: tl.constexpr):
     In the weights, the n_block begins at BLOCK_N times this place.
     """
     n_blocks = (lengths.capacity + C.BLOCK_N - 1) // C.BLOCK_N
-    return places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.stored_sizes)
+    return places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.MAX_STORED_BYTES)
 
 
 class NextWork(NamedTuple):
@@ -607,8 +607,7 @@ def attend_n_blocks(
         if PREFETCH != 0:
             prefetch_next(n, first, last, next_work, call.strides, PREFETCH, C)
         start = n * C.BLOCK_N
-        positions = start + tl.arange(0, C.BLOCK_N)
-        seen = is_seen(positions, keys, C)
+        seen = is_seen(start + tl.arange(0, BLOCK_N), keys, C)
         page = cache.row  # in a dense cache, the row of the sequence takes the place of the page
         if PAGE_SIZE != 0:
             page = page_of_keys(current, C)
@@ -616,21 +615,7 @@ def attend_n_blocks(
             if not C.faults_ahead:
                 faults = faults | (upcoming ^ current)
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
-        k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
-        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
-        if C.HAS_QV:  # latent attention (MLA): scores have two terms, q k^T and qv v^T
-            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
-            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
-        v_scale = 1.0
-        if C.DESCALE == "block":
-            # A scalar of the page, or one number for each key: [1, BLOCK_N] for k, [BLOCK_N, 1] for v.
-            k_scale = tl.load(cache.k_descale + page.to(tl.int64) * call.outer.k_descale_stride)
-            v_scale = tl.load(cache.v_descale + page.to(tl.int64) * call.outer.v_descale_stride)
-            if PAGE_SIZE != 0 and not C.one_page:
-                k_scale = k_scale[None, :]
-                v_scale = v_scale[:, None]
-            products = products * k_scale
-        scores = scores_of(products, positions, seen, rows, call, C)
+        scores, values = scores_of(q, q_odd, qv, n, cache, page, seen, rows, call, C)
 
         # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps. The
         # maximum cannot be late: P needs it.
@@ -648,7 +633,8 @@ def attend_n_blocks(
                 to = call.pointers.new
                 maxima = weight_places(n, rows.places, call.lengths, C)
                 weights = maxima[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                # Kept in L2 while keys and values pass. Otherwise nearly all are read back from memory.
+                # Kept in L2 while keys and values pass: 5 to 6 % of a step if P takes 8 MB. With 0.5 or 34 MB
+                # it neither gains nor costs (H200).
                 tl.store(to.maxima + maxima, row_max, mask=exist, eviction_policy="evict_last")
                 tl.store(
                     to.weights + weights, p.to(operand), mask=exist[:, None], eviction_policy="evict_last"
@@ -660,10 +646,7 @@ def attend_n_blocks(
             acc = acc * alpha[:, None]
             if C.E4M3_PAIRS:
                 acc_odd = acc_odd * alpha[:, None]
-        if C.HAS_QV:
-            acc = tl.dot(p.to(operand), v_tile, acc, input_precision=C.PRECISION)
-        else:
-            acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, v_scale, operand, dtype, C)
+        acc, acc_odd = add_values(acc, acc_odd, p, values, seen, operand, dtype, C)
     if C.E4M3_PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
     if C.sums_late:
@@ -677,12 +660,29 @@ def attend_n_blocks(
 
 
 @triton.jit
-def scores_of(products, positions, seen, rows, call, C: tl.constexpr):
-    """Return the scores [BLOCK_M, BLOCK_N] of ``products`` with the keys at ``positions``.
+def scores_of(q, q_odd, qv, n, cache, page, seen, rows, call, C: tl.constexpr):
+    """Return the scores [BLOCK_M, BLOCK_N] of ``rows`` with the keys of n_block ``n``, and its values.
 
-    They are -inf where a row does not see a key; in log2 units if SCALED_SCORES, else raw products.
+    Scores are -inf where a row does not see a key; in log2 units if SCALED_SCORES, else raw products. Values
+    are what :func:`add_values` takes: pointer, offsets, tile if C.HAS_QV, and scale.
     """
-    scores = products
+    start = n * C.BLOCK_N
+    positions = start + tl.arange(0, C.BLOCK_N)
+    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
+    scores = multiply_keys(q, q_odd, k, k_offsets, seen, C)
+    v_tile = v
+    if C.HAS_QV:  # latent attention (MLA): scores have two terms, q k^T and qv v^T
+        v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
+        scores = tl.dot(qv, tl.trans(v_tile), scores, input_precision=C.PRECISION)
+    v_scale = 1.0
+    if C.DESCALE == "block":
+        # A scalar of the page, or one number for each key: [1, BLOCK_N] for k, [BLOCK_N, 1] for v.
+        k_scale = tl.load(cache.k_descale + page.to(tl.int64) * call.outer.k_descale_stride)
+        v_scale = tl.load(cache.v_descale + page.to(tl.int64) * call.outer.v_descale_stride)
+        if C.PAGE_SIZE != 0 and not C.one_page:
+            k_scale = k_scale[None, :]
+            v_scale = v_scale[:, None]
+        scores = scores * k_scale
     distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
     if C.SCALED_SCORES:
         scores, _ = softcap_and_alibi(
@@ -696,7 +696,7 @@ def scores_of(products, positions, seen, rows, call, C: tl.constexpr):
         columns = (positions - rows.offset)[None, :]
         in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
         allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
-    return tl.where(allowed, scores, -float("inf"))
+    return tl.where(allowed, scores, -float("inf")), (v, v_offsets, v_tile, v_scale)
 
 
 @triton.jit
@@ -720,23 +720,23 @@ def multiply_keys(q, q_odd, base, offsets, seen, C: tl.constexpr):
 
 @triton.jit
 def add_values(
-    acc, acc_odd, p, base, offsets, seen, page_scale, dtype: tl.constexpr, scaled_dtype: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Return (acc + p V, acc_odd + p V_odd) for the values at ``offsets``.
+    acc, acc_odd, p, values, seen, dtype: tl.constexpr, scaled_dtype: tl.constexpr, C: tl.constexpr
+):
+    """Return (acc + p V, acc_odd + p V_odd) for the ``values`` of :func:`scores_of`.
 
     Operands are in ``dtype``, or in ``scaled_dtype`` if values are multiplied by the scales of their pages.
     V_odd are the odd columns if E4M3_PAIRS; otherwise ``acc_odd`` is unused.
     """
     SCALED: tl.constexpr = C.DESCALE == "block"
     operand: tl.constexpr = scaled_dtype if SCALED else dtype
+    base, offsets, v, page_scale = values
     if C.E4M3_PAIRS:
         pairs = load_rows(base, offsets, seen, C.HEAD_DIM_V // 2, C.BLOCK_DV // 2)
         v, v_odd = split_pairs(pairs, C.E4M3_BITS)
         if SCALED:
             v_odd = v_odd.to(tl.float32) * page_scale
         acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=C.PRECISION)
-    else:
+    elif not C.HAS_QV:
         v = as_dtype(load_rows(base, offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV), dtype, C)
     if SCALED:
         v = v.to(tl.float32) * page_scale

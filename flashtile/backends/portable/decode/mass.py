@@ -4,7 +4,7 @@ Attention has no final probabilities: it accumulates tiles relative to a running
 are P = exp(S - lse), and the mass of a key is the sum of its column of P, over query heads of the group and
 query tokens. So this kernel runs after attention::
 
-    for each tile of keys that a program owns, for all heads of a 32-byte sector of mass:
+    for each tile of KEYS keys and HEADS key heads that a program has:
         for each sequence that holds it, in order:       one, unless sequences share pages
             sums += sum over rows of P
         mass += sums
@@ -25,9 +25,8 @@ program of one of its holders, which adds the sums of all of them, in their orde
 n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
 column in each of its sequences.
 
-A tile takes little work, so loads that wait for each other and instructions of the search bound its time. So
-the search serves all heads and keys of a tile, and a program loads P, maxima, lse and mass before it
-searches, as if its sequence were the only holder. If it is not, the program begins again with the first one.
+A tile takes little work, so its time is bound by loads that wait for each other, and by the instructions of
+the search. Therefore one search serves all heads and keys of a tile.
 """
 
 import math
@@ -53,16 +52,13 @@ from flashtile.backends.portable.decode.attend import (
     in_cache,
     is_seen,
     load_queries,
-    load_rows,
     load_terms,
-    multiply_keys,
     page_of_keys,
-    rows_of_n_block,
     score_rows_of,
     scores_of,
     weight_places,
 )
-from flashtile.backends.portable.decode.config import TALL, DecodeConfig, choose
+from flashtile.backends.portable.decode.config import TALL, choose
 from flashtile.backends.portable.decode.launch import (
     DecodeLaunch,
     decode_variant,
@@ -98,10 +94,10 @@ TILE = 2048
 PER_THREAD = 8
 """Numbers of mass per thread: a load of 16 bytes of a row of P in 16 bits."""
 MAX_REGISTERS = 80
-"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 96, for two. Units of fewer keys
-than PER_THREAD would spill, so they have no limit."""
+"""For three programs of 8 warps per multiprocessor. 64, for four, spill, and a step takes up to 4 % longer
+(H200). Units of fewer keys than PER_THREAD would spill with 80, so they have no limit."""
 SCAN = 1024
-"""Entries of block tables that a program compares with its own at a time. Not measured."""
+"""Entries of block tables that a program compares with its own at a time. With 2048, registers spill."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +110,10 @@ class MassVariant(DecodeVariant):
     """Keys of a tile: one n_block, or several of stored probabilities."""
     HEADS: int
     """Key heads of a tile."""
-    GROUPS: int
-    """Groups of HEADS key heads. A constant, because a division by another number takes 25 instructions."""
     ROWS: int
     """Rows of a sequence and key head, at most, if probabilities are stored."""
-    WHOLE: bool
-    """Whether all tiles have HEADS heads, and the strides of mass are numbers of HEADS elements."""
     SIZE: int
-    """Keys of a unit. They are in one page and one n_block."""
+    """Keys of a unit, which is in one page and one n_block."""
     SCAN: int
     """Sequences whose block tables a program compares with its own at a time."""
 
@@ -135,10 +127,9 @@ class MassSizes(NamedTuple):
 
     batch: Any
     parts: Any
-    """Programs per sequence and group of HEADS key heads: its tiles, or fewer if they recompute."""
+    """Programs for a sequence and HEADS key heads: one for each tile, or fewer if they recompute."""
     page_stride: Any
-    """Strides of mass between pages (or rows of a dense cache) and between tokens: in elements, or in HEADS
-    elements if C.WHOLE."""
+    """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
     token_stride: Any
 
 
@@ -151,93 +142,58 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, sizes, None, None)
     if C.PDL:
-        # The next step's attention may take multiprocessors as they become free: it waits for the end of this
-        # kernel, and prefetches keys before.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # this kernel may start before attention has ended
     program = tl.program_id(0)
+    groups = (lengths.num_heads_kv + C.HEADS - 1) // C.HEADS
     part = program % sizes.parts
-    head_kv = program // sizes.parts % C.GROUPS * C.HEADS
-    b = program // sizes.parts // C.GROUPS
+    head_kv = program // sizes.parts % groups * C.HEADS
+    b = program // (sizes.parts * groups)
     keys = keys_of_sequence(load_sequence(b, True, pointers, lengths, C), lengths, C)
     first = keys.first // C.KEYS + part
     end = (keys.end + C.KEYS - 1) // C.KEYS
     if C.WEIGHTS:
-        # No loop: what the compiler moves out of one takes 128 instead of 61 registers.
-        if first < end:
-            add_tile(first * C.KEYS, b, head_kv, call, C)
+        if first < end:  # no loop: with one, 20 bytes would spill
+            add_tile(first, b, head_kv, call, C)
     else:
         for tile in range(first, end, sizes.parts):
-            add_tile(tile * C.KEYS, b, head_kv, call, C)
+            add_tile(tile, b, head_kv, call, C)
 
 
 @triton.jit
-def add_tile(start, b, head_kv, call, C: tl.constexpr):
-    """Add the mass of the tile of keys from ``start`` on, as far as sequence ``b`` owns their pages."""
-    pointers, lengths, sizes = call.pointers, call.lengths, call.splits
+def add_tile(tile, b, head_kv, call, C: tl.constexpr):
+    """Add the mass of a tile of KEYS keys and HEADS key heads, where it is the turn of sequence ``b``."""
     SIZE: tl.constexpr = C.SIZE  # Triton does not accept a field of C in a shape
     UNITS: tl.constexpr = C.KEYS // SIZE
     HEADS: tl.constexpr = C.HEADS
     SCAN: tl.constexpr = C.SCAN
-    starts = start + tl.arange(0, UNITS) * SIZE
+    lengths, sizes = call.lengths, call.splits
+    starts = tile * C.KEYS + tl.arange(0, UNITS) * SIZE
     pages, owned = pages_of_units(b, True, starts, call, C)
-    positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
-    token = positions
-    if C.PAGE_SIZE != 0:
-        token = positions % C.PAGE_SIZE
-    heads = head_kv + tl.arange(0, HEADS)
-    places = pages.to(tl.int64)[:, None] * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
-    exist = (positions < lengths.capacity)[:, :, None]
-    if C.WHOLE:  # the strides are numbers of sectors, so the compiler knows that it may load a sector at once
-        places *= HEADS
-    else:
-        exist = exist & (heads < lengths.num_heads_kv)[None, None, :]
-    to = pointers.mass + (places[:, :, None] + heads[None, None, :])
-    if C.WEIGHTS:  # before the search, as if b were the only holder, so that it need not wait for them
-        sums = sum_stored_rows(starts, owned, b, head_kv, call, C)
-    mass = tl.load(to, mask=owned[:, None, None] & exist, other=0.0)
+
+    # The sequences that hold these pages, and whose turn it is.
     first = b
     last = b
     if C.SHARED:
-        # Pages past the end of a sequence are found as well, which is seldom, and saves loads of lengths.
         lowest = tl.zeros([SCAN, UNITS], tl.int32) + b
         highest = lowest
+        holders = lowest * 0
+        before = holders
         for scanned in range(0, sizes.batch, SCAN):
             others = (scanned + tl.arange(0, SCAN))[:, None]
-            exists = others < sizes.batch
-            same = exists & owned & (entries_of_units(others, exists, starts[None, :], call, C) == pages)
+            found, held = pages_of_units(others, others < sizes.batch, starts[None, :], call, C)
+            same = held & (found == pages[None, :])
             lowest = tl.minimum(lowest, tl.where(same, others, b))
             highest = tl.maximum(highest, tl.where(same, others, b))
+            holders += same.to(tl.int32)
+            before += (same & (others < b)).to(tl.int32)
         # Reduced once, after the loop: a reduction is an exchange between warps.
-        if tl.max(highest - lowest) != 0:
-            first = tl.min(lowest)
-            last = tl.max(highest)
-            before = starts * 0
-            holders = starts * 0
-            for other in tl.range(first, last + 1, loop_unroll_factor=4):
-                found, held = pages_of_units(other, True, starts, call, C)
-                same = (held & (found == pages)).to(tl.int32)
-                holders += same
-                before += tl.where(other < b, same, 0)
-            owned = owned & (before == starts // C.BLOCK_N % tl.maximum(holders, 1))
-            if C.WEIGHTS:
-                sums = sum_holders(start, starts, pages, owned, first, last, head_kv, call, C)
-    if not C.WEIGHTS:
-        sums = sum_holders(start, starts, pages, owned, first, last, head_kv, call, C)
-    tl.store(to, mass + tl.permute(sums, (1, 2, 0)), mask=owned[:, None, None] & exist)
+        first = tl.min(lowest)
+        last = tl.max(highest)
+        turn = starts // C.BLOCK_N % tl.maximum(tl.sum(holders, 0), 1)
+        owned = owned & (tl.sum(before, 0) == turn)
 
-
-@triton.jit
-def sum_holders(start, starts, pages, owned, first, last, head_kv, call, C: tl.constexpr):
-    """Return the sums [HEADS, UNITS, SIZE] over sequences ``first`` to ``last``, where they hold ``pages``.
-
-    They are added in this order. 0 in units that are not ``owned``.
-    """
-    SIZE: tl.constexpr = C.SIZE
-    HEADS: tl.constexpr = C.HEADS
-    UNITS: tl.constexpr = C.KEYS // SIZE
-    sums = tl.zeros([HEADS, UNITS, SIZE], tl.float32)
     if tl.max(owned.to(tl.int32), 0) != 0:
+        sums = tl.zeros([HEADS, UNITS, SIZE], tl.float32)
         for i in range(0, last - first + 1):
             holder = first + i
             found, held = pages_of_units(holder, True, starts, call, C)
@@ -245,11 +201,19 @@ def sum_holders(start, starts, pages, owned, first, last, head_kv, call, C: tl.c
             if C.WEIGHTS:
                 sums += sum_stored_rows(starts, same, holder, head_kv, call, C)
             elif tl.max(same.to(tl.int32), 0) != 0:
-                of_holder = tl.reshape(
-                    sum_rows(start // C.BLOCK_N, holder, head_kv, call, C), [1, UNITS, SIZE]
-                )
+                of_holder = tl.reshape(sum_rows(tile, holder, head_kv, call, C), [1, UNITS, SIZE])
                 sums += tl.where(same[None, :, None], of_holder, 0.0)
-    return sums
+        positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
+        token = positions
+        if C.PAGE_SIZE != 0:
+            token = positions % C.PAGE_SIZE
+        heads = head_kv + tl.arange(0, HEADS)
+        places = pages.to(tl.int64)[:, None] * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
+        to = call.pointers.mass + (places[:, :, None] + heads[None, None, :])
+        exist = owned[:, None] & (positions < lengths.capacity)
+        exist = exist[:, :, None] & (heads < lengths.num_heads_kv)[None, None, :]
+        mass = tl.load(to, mask=exist, other=0.0)
+        tl.store(to, mass + tl.permute(sums, (1, 2, 0)), mask=exist)
 
 
 @triton.jit
@@ -259,25 +223,17 @@ def pages_of_units(b, exists, starts, call, C: tl.constexpr):
     ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows may see a key there. Pages
     outside of the cache count as not held. The pages of a dense cache are its rows.
     """
-    # Also where the page is not held: entries and lengths are then loaded together.
-    pages = entries_of_units(b, exists, starts, call, C)
-    keys = keys_of_sequence(load_sequence(b, exists, call.pointers, call.lengths, C), call.lengths, C)
+    pointers, lengths = call.pointers, call.lengths
+    pages = b + starts * 0
+    if C.PAGE_SIZE != 0:
+        # Also where the page is not held: entries and lengths are then loaded together.
+        entries = pointers.block_table + pages.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
+        pages = tl.load(entries, mask=exists & (starts < lengths.capacity), other=0)
+    elif C.HAS_BATCH_IDX:
+        pages = tl.load(pointers.cache_batch_idx + pages, mask=exists, other=0)
+    keys = keys_of_sequence(load_sequence(b, exists, pointers, lengths, C), lengths, C)
     held = exists & (starts < keys.end) & (starts + C.SIZE > keys.first)
     return pages, held & (pages == in_cache(pages, call.num_blocks))
-
-
-@triton.jit
-def entries_of_units(b, exists, starts, call, C: tl.constexpr):
-    """Return what the block table has for each unit of sequence ``b``, also past the sequence's end."""
-    pointers = call.pointers
-    entries = b + starts * 0
-    if C.PAGE_SIZE != 0:
-        of_units = entries.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
-        inside = exists & (starts < call.lengths.capacity)
-        entries = tl.load(pointers.block_table + of_units, mask=inside, other=0)
-    elif C.HAS_BATCH_IDX:
-        entries = tl.load(pointers.cache_batch_idx + entries, mask=exists, other=0)
-    return entries
 
 
 @triton.jit
@@ -290,13 +246,10 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
     keys = keys_of_sequence(sequence, lengths, C)
     work = WorkTile(b * lengths.m_blocks_per_sequence, head_kv, sequence, 0, keys, 0)
     cache = cache_of(work, n, call, C)
-    start = n * C.BLOCK_N
-    positions = start + tl.arange(0, C.BLOCK_N)
-    seen = is_seen(positions, keys, C)
+    seen = is_seen(n * BLOCK_N + tl.arange(0, BLOCK_N), keys, C)
     page = cache.row
     if C.PAGE_SIZE != 0:
         page = page_of_keys(in_cache(cache.pages[0], call.num_blocks), C)
-    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
     num_rows = sequence.len_q * lengths.group_size
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, num_rows, C.BLOCK_M):
@@ -310,17 +263,8 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         q_odd = q
         if C.E4M3_PAIRS:
             q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
-        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)
-        if C.HAS_QV:
-            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)
-            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
-        if C.DESCALE == "block":
-            page_scale = tl.load(cache.k_descale + page.to(tl.int64) * call.outer.k_descale_stride)
-            if C.PAGE_SIZE != 0 and not C.one_page:
-                page_scale = page_scale[None, :]
-            products = products * page_scale
-        of_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
-        scores = scores_of(products, positions, seen, of_rows, call, C)
+        score_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
+        scores, _ = scores_of(q, q_odd, qv, n, cache, page, seen, score_rows, call, C)
         places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
         lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
         # Hidden keys are told apart by their scores: with an lse of -inf or NaN, the exponential is NaN.
@@ -358,32 +302,13 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
             of_weights = of_weights[:, :, None] + tl.arange(0, SIZE)[None, None, :]
             inside = exists[:, None] & held[None, :]
             p = tl.load(pointers.stored.weights + of_weights, mask=inside[:, :, None], other=0.0)
-            largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=-float("inf"))
+            largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=0.0)
             lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
-            # Without a key so far, P is 0, and lse may be -inf too. Elsewhere hidden keys have P = 0, and
-            # add 0 unless lse is NaN. A choice for each number would take a sixth of the instructions.
-            factor = tl.where(largest == -float("inf"), 0.0, tl.exp2(largest - lse[:, None] * LOG2_E))
-            sums += p.to(tl.float32) * factor[:, :, None]
+            # Hidden keys have P = 0. If the row sees no key or has an lse of NaN, the factor is NaN.
+            factor = tl.exp2(largest - lse[:, None] * LOG2_E)
+            p = p.to(tl.float32)
+            sums += tl.where(p == 0.0, 0.0, p * factor[:, :, None])
     return sums
-
-
-def unit_of(page_size: int, block_n: int) -> int:
-    """Return the keys of a unit: an n_block within one page, a page of several in an n_block, or 1."""
-    if page_size == 0 or page_size % block_n == 0:
-        return block_n
-    return 1 if block_n % page_size else page_size
-
-
-def stored_sizes(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
-    """Return the numbers of (weights, maxima) that attention stores; (0, 0) if it stores none.
-
-    It does for few rows. Those of a prefill would take more memory than its tensors.
-    """
-    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
-    maxima = math.prod(problem.lse_shape) * n_blocks
-    weights = maxima * config.tile.BLOCK_N
-    few = m_blocks_of(problem, config) <= 1 and weights * problem.dtype.itemsize <= MAX_STORED_BYTES
-    return (weights, maxima) if few else (0, 0)
 
 
 class MassLaunch:
@@ -400,26 +325,27 @@ class MassLaunch:
         self._problem = problem
         self._kernel: CachedLaunch | None = None
         self._config = config = choose(problem)
-        self._sizes = (0, 0) if attend else stored_sizes(problem, config)
+        sizes = problem.batch, problem.seqlen_q, problem.num_blocks, problem.capacity
+        self._empty = 0 in (*sizes, *problem.out_shape)
         in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
         self._stored_dtype = torch.float16 if in_float16 else problem.dtype
-        if self.recomputes and config.tile.BLOCK_M == TALL:
+        tile = config.tile
+        self._maxima = math.prod(problem.lse_shape) * triton.cdiv(problem.capacity, tile.BLOCK_N)
+        stored_bytes = self._maxima * tile.BLOCK_N * problem.dtype.itemsize
+        # The probabilities of a prefill would take more memory than its tensors.
+        few = m_blocks_of(problem, config) <= 1 and 0 < stored_bytes <= MAX_STORED_BYTES
+        self.recomputes = attend is not None or not few
+        """Whether probabilities are recomputed instead of stored."""
+        if not self.recomputes:
+            # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
+            own = replace(problem, softmax_max=None, softmax_max_by_head=False)
+            attend = DecodeLaunch(own, config, stores_weights=True)
+        elif tile.BLOCK_M == TALL:
             # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search and
             # the first loads of a tile, which nothing overlaps, serve more products.
-            tile = replace(config.tile, BLOCK_M=TALL // 2, BLOCK_N=2 * config.tile.BLOCK_N)
+            tile = replace(tile, BLOCK_M=TALL // 2, BLOCK_N=2 * tile.BLOCK_N)
             self._config = replace(config, tile=tile)
-        if attend is None:
-            # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
-            own = (
-                problem if self.recomputes else replace(problem, softmax_max=None, softmax_max_by_head=False)
-            )
-            attend = DecodeLaunch(own, config, stores_weights=not self.recomputes)
-        self._attend = attend
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether probabilities are recomputed instead of stored."""
-        return self._sizes[0] == 0
+        self._attend = attend or DecodeLaunch(problem, config)
 
     def __call__(
         self,
@@ -431,19 +357,18 @@ class MassLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        stored, (weights, maxima) = None, self._sizes
-        if weights:
-            stored = WeightPointers(
-                q.new_empty(weights, dtype=self._stored_dtype), q.new_empty(maxima, dtype=torch.float32)
-            )
+        stored = None
+        if not self.recomputes:
+            maxima = q.new_empty(self._maxima, dtype=torch.float32)
+            weights = q.new_empty(self._maxima * self._config.tile.BLOCK_N, dtype=self._stored_dtype)
+            stored = WeightPointers(weights, maxima)
         out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse, stored)
-        if 0 in self._problem.out_shape or 0 in mass.shape or self._problem.batch == 0:
-            return mass, out, lse
-        given = (q, *caches_as_operands(k_cache, v_cache, self._config))
-        if self._kernel is None:
-            self._kernel = self._prepare(*given, tensors, mass)
-        multiplied = given if self.recomputes else (None, None, None)
-        self._kernel(q.device, *multiplied, lse, mass, stored, *tensors)
+        if not self._empty:
+            given = (q, *caches_as_operands(k_cache, v_cache, self._config))
+            if self._kernel is None:
+                self._kernel = self._prepare(*given, tensors, mass)
+            multiplied = given if self.recomputes else (None, None, None)
+            self._kernel(q.device, *multiplied, lse, mass, stored, *tensors)
         return mass, out, lse
 
     def _prepare(
@@ -451,37 +376,33 @@ class MassLaunch:
     ) -> CachedLaunch:
         problem, config = self._problem, self._config
         plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
-        block_n = config.tile.BLOCK_N
-        keys, tile = block_n, config.tile
-        count = multiprocessors(problem.device)
+        lengths, tile = lengths_of(problem, config), config.tile
         heads = 1 if self.recomputes else min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
-        groups = triton.cdiv(problem.num_heads_kv, heads)
-        work = problem.batch * groups
+        work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
+        count, keys = multiprocessors(problem.device), tile.BLOCK_N
         if not self.recomputes:
             while 2 * keys * heads <= TILE and work * triton.cdiv(problem.capacity, 2 * keys) >= count:
                 keys *= 2
             tile = replace(tile, num_warps=max(1, min(8, keys * heads // (32 * PER_THREAD))))
-        size = unit_of(problem.page_size, block_n)
-        strides = mass.stride()[:2]
-        whole = not any(number % heads for number in (problem.num_heads_kv, *strides))
+        parts = triton.cdiv(problem.capacity, keys)
+        if self.recomputes:
+            parts = min(parts, triton.cdiv(PROGRAMS * count, work))
+        size = math.gcd(problem.page_size, tile.BLOCK_N)
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
             KEYS=keys,
             HEADS=heads,
-            GROUPS=groups,
-            WHOLE=whole,
             ROWS=1 if self.recomputes else triton.next_power_of_2(problem.seqlen_q * problem.group_size),
             SIZE=size,
             SCAN=min(max(1, SCAN * size // keys), triton.next_power_of_2(problem.batch)),
         )
-        lengths = lengths_of(problem, config)
-        tiles = triton.cdiv(problem.capacity, keys)
-        parts = max(1, min(tiles, triton.cdiv(PROGRAMS * count, work)) if self.recomputes else tiles)
         scale = problem.softmax_scale
-        options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
-        if variant.PDL and variant.WEIGHTS and size >= PER_THREAD:
-            options["maxnreg"] = MAX_REGISTERS
+        options: dict[str, Any] = {}
+        if variant.PDL:
+            options["launch_pdl"] = True
+            if not self.recomputes and size >= PER_THREAD:
+                options["maxnreg"] = MAX_REGISTERS
         return CachedLaunch(
             mass_kernel,
             parts * work,
@@ -491,7 +412,7 @@ class MassLaunch:
                 lengths,
                 DecodeNumbers(scale, scale * common.LOG2_E, problem.softcap, None),
                 problem.num_blocks,
-                MassSizes(problem.batch, parts, *(stride // (heads if whole else 1) for stride in strides)),
+                MassSizes(problem.batch, parts, *mass.stride()[:2]),
             ),
             (variant,),
             tile,

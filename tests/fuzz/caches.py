@@ -169,7 +169,10 @@ def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     subgroup = [max(g for g, start in enumerate(inner[:-1]) if start <= b) for b in range(batch)]
     nested = rng.random() < 0.5
     first = [ends[group[a]] if a < b else 0 for a, b in pairwise(inner)]
-    last = [begin + nested * (a < b) * rng.randint(0, 25) for begin, (a, b) in zip(first, pairwise(inner), strict=True)]
+    last = [
+        begin + nested * (a < b) * rng.randint(0, 25)
+        for begin, (a, b) in zip(first, pairwise(inner), strict=True)
+    ]
     shared = [last[g] for g in subgroup]
     lengths = [keys + sq + rng.randint(0, 30) for keys in shared]
     pages: dict[tuple, int] = {}  # by what holds them: a group, one within it, or a sequence

@@ -139,9 +139,7 @@ def shared_differs(
     integration.register()
     torch.manual_seed(seed)
     config = config_of(name, **fields)
-    eager, ours = (
-        model_of(config, attn_implementation=one).to(device) for one in ("eager", "flashtile")
-    )
+    eager, ours = (model_of(config, attn_implementation=one).to(device) for one in ("eager", "flashtile"))
     texts = [torch.randint(1, 90, (length,)).to(device) for length in prompts]
     drawn = [[torch.randint(1, 90, (length,)).to(device) for length in of_prompt] for of_prompt in answers]
     with torch.no_grad():

@@ -185,14 +185,28 @@ def reserve_step(num_tokens) -> kv_cache.Step:
     return cache.reserve_step(cache.batch([0]), num_tokens)
 
 
-def cascade(q, k_cache, v_cache, levels, shared, *, causal=False, softmax_scale=None, softcap=0.0, backend=None, **tensors):
+def cascade(
+    q,
+    k_cache,
+    v_cache,
+    levels,
+    shared,
+    *,
+    causal=False,
+    softmax_scale=None,
+    softcap=0.0,
+    backend=None,
+    **tensors,
+):
     """Attend in levels: each has the offsets of groups of sequences, and the first and last keys that they share."""
     made = []
     for offsets_, first, end in levels:
         rows = tensors["block_table"][torch.tensor(offsets_[:-1], device=q.device).clamp(max=len(q) - 1)]
         starts = ints(*(q.shape[1] * at for at in offsets_), device=q.device)
         made.append(
-            SharedKeys(rows, ints(*end, device=q.device), ints(*first, device=q.device), starts, len(q) * q.shape[1])
+            SharedKeys(
+                rows, ints(*end, device=q.device), ints(*first, device=q.device), starts, len(q) * q.shape[1]
+            )
         )
     own, cache = CacheTensors(cache_leftpad=shared, **tensors), (q, k_cache, v_cache)
     options = DecodeOptions(

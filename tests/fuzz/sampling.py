@@ -29,7 +29,9 @@ def logits_of(rows: int, vocab: int, shape: str, generator: torch.Generator) -> 
     if shape == "empty":
         return normal.masked_fill(torch.rand(rows, 1, generator=generator) < 0.5, -torch.inf)
     if shape == "bad":
-        bad = torch.tensor([torch.nan, -torch.nan, torch.inf, 3e38])[torch.randint(4, (rows, 1), generator=generator)]
+        bad = torch.tensor([torch.nan, -torch.nan, torch.inf, 3e38])[
+            torch.randint(4, (rows, 1), generator=generator)
+        ]
         at = torch.randint(vocab, (rows, 1), generator=generator)
         return normal.scatter(1, at, bad)
     return normal * {"flat": 0.1, "peaked": 9.0, "normal": 1.0}[shape]
@@ -73,6 +75,12 @@ def bounds(scores: Tensor, choice: sampler.Choice, slack: float) -> Tensor:
     return kept & (unreached | (top_p >= 1)) & (scores > -torch.inf)
 
 
+def _small_tiles(filtered: bool, vocab: int, adjusted: bool = False):
+    from flashtile.engine.sampling import SamplingVariant
+
+    return SamplingVariant(filtered or adjusted, 64, 128, adjusted)
+
+
 def draws(
     rows: int, vocab: int, seed: int, device: str, shape: str = "normal", dtype: torch.dtype = torch.float32,
     temperature: tuple[float, ...] = (1.0,), top_k: tuple[int, ...] = (0,), top_p: tuple[float, ...] = (1.0,),
@@ -100,10 +108,12 @@ def draws(
     noisy = sampler.noisy_scores(changed, choice, positions)
     found = {"torch": noisy.argmax(1)}
     if device != "cpu" or interpreting():
-        from flashtile.engine.sampling import sample
+        from flashtile.engine import sampling
 
+        if interpreting():  # which takes seconds for each large tile
+            sampling.variant_of = _small_tiles
         before, filtered = logits.clone(), any((choice.any_top_k, choice.any_top_p, choice.any_min_p))
-        found["the kernel"], _ = sample(logits, *choice[:5], positions, filtered, change)
+        found["the kernel"], _ = sampling.sample(logits, *choice[:5], positions, filtered, change)
         if not torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0)):
             raise Wrong("the logits are changed")
     cold = torch.where(choice.temperature == 0, 1.0, choice.temperature).unsqueeze(1)

@@ -69,8 +69,8 @@ FURTHER: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case(name="statistics, float32", dtype=FP32, sink="own"), {"return_entropy": True}),
     (Case(name="head_dim 24", head_dim=24, dtype=BF16, causal=True), {}),
     (Case(name="head_dim 8, varlen", head_dim=8, lengths=RAGGED, unused_tail=9), {}),
-    (Case(name="varlen, 5 heads", heads_q=10, lengths=RAGGED, causal=True, dtype=BF16, layout="transposed"), {}),
-    (Case(name="varlen, 6 heads", heads_q=12, lengths=SHORT, head_dim=128, causal=True, slack=4, dtype=BF16), {}),
+    (Case(name="varlen, 5 heads", heads_q=10, lengths=RAGGED, causal=True, layout="transposed"), {}),
+    (Case(name="varlen, 6 heads", heads_q=12, lengths=SHORT, head_dim=128, causal=True, slack=4), {}),
     (Case(name="divided keys", batch=1, seqlen_q=100, seqlen_k=9000, dtype=BF16, causal=True), {}),
 )  # fmt: skip
 """With further arguments."""
@@ -87,9 +87,14 @@ DECODED = {
 }  # fmt: skip
 MASS = {
     "stored": DecodeCase("", heads=(10, 2), page_size=4),
-    "recomputed": DecodeCase("", seqlen_q=7, heads=(27, 9), page_size=4, sink="float32", arguments={"causal": True, "window_size": (9, 0)}),
+    "recomputed": DecodeCase(
+        "", seqlen_q=7, heads=(27, 9), page_size=4, sink="float32",
+        arguments={"causal": True, "window_size": (9, 0)},
+    ),
     "fp8": DecodeCase("", cache_dtype=FP8, descale="block", page_size=4, heads=(8, 8)),
-    "many rows": DecodeCase("", seqlen_q=40, lengths=(90, 41, 300), capacity=304, heads=(14, 2), page_size=16, head_dim=128),
+    "many rows": DecodeCase(
+        "", seqlen_q=40, lengths=(90, 41, 300), capacity=304, heads=(14, 2), page_size=16, head_dim=128
+    ),
     "a page of several sequences": DecodeCase("", lengths=(17, 4, 40), seqlen_q=3, page_size=4),
 }  # fmt: skip
 WHOLE_NAMES = ("dense", "one-large-page", "sink", "ragged-queries", "fp8")
@@ -112,7 +117,8 @@ def attention(device: str, backend: str | None) -> Iterator[str]:
         upstream = inputs.dout, inputs.dlse, *map(torch.randn_like, results[2:])
         torch.autograd.grad(results, leaves, upstream)
         yield case.name
-    q, k, v = (torch.randn(2, n, heads, 64, device=device).to(BF16) for n, heads in ((70, 6), (99, 2), (99, 2)))
+    shapes = (2, 70, 6, 64), (2, 99, 2, 64), (2, 99, 2, 64)
+    q, k, v = (torch.randn(shape, device=device).to(BF16) for shape in shapes)
     along = partial(flashtile.attention, causal=True, return_lse=True, backend=backend)
     torch.func.jvp(along, (q, k, v), (q.cos(), k.cos(), v.cos()))
     yield "tangents"
@@ -154,7 +160,9 @@ def groups(q: Tensor, k_cache: Tensor, v_cache: Tensor, device: str) -> Iterator
     """Two sequences of three share a page, as the engine's levels say, and as kernels find it."""
     table, lengths, starts, of_group, first, end, none = (
         torch.tensor(numbers, dtype=torch.int32, device=device)
-        for numbers in ([[0, 1, 2], [0, 3, 4], [5, 6, 7]], [9, 11, 12], range(4), [0, 2, 3], [0, 0], [4, 0], [4, 4, 0])
+        for numbers in (
+            [[0, 1, 2], [0, 3, 4], [5, 6, 7]], [9, 11, 12], range(4), [0, 2, 3], [0, 0], [4, 0], [4, 4, 0]
+        )
     )  # fmt: skip
     level = SharedKeys(table[[0, 2]], end, first, of_group, 3)
     arguments = {"cache_seqlens": lengths, "block_table": table, "cache_leftpad": none, "causal": True}
@@ -217,6 +225,7 @@ def functions(device: str, backend: str | None) -> Iterator[str]:
         bias = torch.randn(1, 4, 200, 333, device=device).to(BF16).requires_grad_()
         slopes = torch.rand(4, device=device, requires_grad=True)
         window = masks.window(70, 20)
+        pictures = masks.causal() | masks.document(torch.arange(400, device=device) // 9)
         calls: dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]] = {
             "score_mod": ({"score_mod": masks.alibi(slopes)}, (slopes,)),
             "block_mask": (
@@ -224,7 +233,7 @@ def functions(device: str, backend: str | None) -> Iterator[str]:
                 (),
             ),
             "mask_mod": ({"mask_mod": window}, ()),
-            "pictures": ({"mask_mod": masks.causal() | masks.document(torch.arange(400, device=device) // 9)}, ()),
+            "pictures": ({"mask_mod": pictures}, ()),
             "dropout": ({"dropout_p": 0.1, "causal": True}, ()),
             "dropout of all keys": ({"dropout_p": 0.003}, ()),
             "bias": ({"bias": bias.detach()}, ()),
@@ -243,7 +252,8 @@ def functions(device: str, backend: str | None) -> Iterator[str]:
 
 
 PARTS = {
-    "attention": attention, "functions": functions, "decode": decode, "sampling": sampling, "fp8": fp8, "linear": linear,
+    "attention": attention, "functions": functions, "decode": decode, "sampling": sampling, "fp8": fp8,
+    "linear": linear,
 }  # fmt: skip
 
 

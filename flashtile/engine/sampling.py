@@ -256,7 +256,7 @@ def change_logits(row, tokens, flags, biases, mask, numbers, penalties):
     hidden = tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype)
     tl.store(row.logits + tokens, hidden, mask=mask)
     logits, counts = logits.to(tl.float32), flags // COUNT
-    repetition = tl.load(penalties) + logits * 0
+    repetition = tl.load(penalties) + tl.zeros_like(logits)
     repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
     changed = tl.where(((flags & IN_PROMPT) > 0) | (counts > 0), repeated, logits)
     changed -= tl.load(penalties + 1) * (counts > 0).to(tl.float32)

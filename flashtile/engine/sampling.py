@@ -460,7 +460,7 @@ def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
         count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
         share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
         below = total * (1 - top_p) * share
-        above, unit = wanted * share, any_score * 0 + 1
+        above, unit = wanted * share, tl.full([], 1.0, tl.float32)
         if by_mass:
             above = weight_of(random, any_score, row, True) - below
             found = largest_threshold(random, row, none, empty, any_score, above, True, 8, C)

@@ -11,7 +11,6 @@ import called
 from flashtile.integrations import paged_groups
 from flashtile.integrations.paged import Step
 from flashtile.integrations.paged_groups import MAX_GROUP_QUERIES, SharedBlocks, find_groups
-from walk import walk
 
 SIZE = 4
 """Tokens of a block."""
@@ -126,7 +125,7 @@ def test_long_tables_in_the_interpreter(blocks):
 
 
 @pytest.mark.gpu
-@walk("seed", range(60))
+@pytest.mark.parametrize("seed", range(60))
 def test_kernels_on_a_gpu(seed):
     check_kernels(seed, "cuda")
 

@@ -56,6 +56,21 @@ class Target:
         return case.size in self.sizes and case.dtype in self.dtypes
 
 
+def hopper_serves(case: Case) -> bool:
+    """Whether Hopper's kernels serve a case in memory that TMA addresses (``tests/gpu/test_hopper.py``)."""
+    sizes = (case.head_dim, case.head_dim_v or case.head_dim)
+    rows = [case.batch, case.seqlen_q, case.seqlen_k]
+    if case.lengths is not None:
+        rows = [len(case.lengths), *(max(row) for row in zip(*case.lengths, strict=True))]
+    needs_general_mask = case.mask, case.padding, case.attention_chunk, case.unused_rows
+    most = 128 if case.dropout_p or case.bias is not None else 512
+    tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > most for size in sizes)
+    if case.bias is not None:
+        own, of_rows = case.bias.endswith("-own"), "q" in case.bias.removesuffix("-own") and rows[1] > 1
+        tiles &= own and of_rows and rows[2] % 8 == 0 and case.alibi is None and not case.dropout_p
+    return tiles and all(rows) and not any(needs_general_mask)
+
+
 CUDA = torch.cuda.is_available() and not INTERPRETING
 TARGETS = (
     Target(

@@ -256,7 +256,7 @@ def change_logits(row, tokens, flags, biases, mask, numbers, penalties):
     hidden = tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype)
     tl.store(row.logits + tokens, hidden, mask=mask)
     logits, counts = logits.to(tl.float32), flags // COUNT
-    repetition = tl.load(penalties) + logits * 0
+    repetition = tl.load(penalties) + tl.zeros_like(logits)
     repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
     changed = tl.where(((flags & IN_PROMPT) > 0) | (counts > 0), repeated, logits)
     changed -= tl.load(penalties + 1) * (counts > 0).to(tl.float32)
@@ -460,7 +460,7 @@ def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
         count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
         share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
         below = total * (1 - top_p) * share
-        above, unit = wanted * share, any_score * 0 + 1
+        above, unit = wanted * share, tl.full([], 1.0, tl.float32)
         if by_mass:
             above = weight_of(random, any_score, row, True) - below
             found = largest_threshold(random, row, none, empty, any_score, above, True, 8, C)

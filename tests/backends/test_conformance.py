@@ -53,7 +53,7 @@ IN_FORWARD_MODE = (
 @walk("name", IN_FORWARD_MODE)
 def test_case_in_forward_mode(target: Target, name: str) -> None:
     (case,) = (case for case in CASES if case.name == f"tiny-{name}")
-    if not target.takes(case):
+    if not target.takes(case) or target.name == "hopper":  # the portable kernels serve it
         return
     inputs = case.inputs(target.device)
     moving = [

@@ -138,8 +138,10 @@ def test_bits_of_many_requests_do_not_depend_on_the_batch(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bfloat16") for name in MODELS), ("llama3", "float16"), ("gpt_oss", "float16")],
+)
 def test_bits_of_a_gpu_do_not_depend_on_the_batch(name, dtype):
     """With CUDA graphs and without, in addition to the differences on a CPU."""
     requests = compared(name, 8, [*ENGINES, drafted(name)], device="cuda", dtype=dtype)

@@ -183,6 +183,7 @@ def check_adjusted(device: str) -> None:
     from flashtile.engine.sampling import sample
 
     logits, adjusted, _ = adjusted_rows(device)
+    logits[1::2, 7] = -torch.inf  # penalties leave it
     before, rows = logits.clone(), len(logits)
     positions = torch.arange(rows, dtype=torch.int32, device=device)
     every = choices(128, device)

@@ -18,6 +18,7 @@ FAMILIES = {
         "caches",
         "fp8",
         "linear",
+        "sampling",
         "doors",
         "hugging_face",
         "parallel",

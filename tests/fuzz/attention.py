@@ -33,11 +33,13 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         "batch": rng.randint(1, 3),
         "seqlen_q": same if rng.random() < 0.4 else length(),
         "seqlen_k": same if rng.random() < 0.4 else length(),
-        "group": rng.choice([1, 1, 2, 3]),
+        "group": rng.choice([1, 1, 2, 3, rng.choice([4, 5, 6, 7, 12, 14])]),
         "heads_kv": rng.choice([1, 2, 3]),
-        "head_dim": rng.choice([1, 5, 8, 16, 16, 24, 32, 33, 64]),
-        "head_dim_v": rng.choice([8, 16, 16, 32, 20]),
+        "head_dim": rng.choice([1, 5, 8, 16, 16, 24, 32, 33, 64, rng.choice([64, 128, 128, 200])]),
+        "head_dim_v": rng.choice([8, 16, 16, 32, 20, rng.choice([64, 128])]),
     }
+    if rng.random() < 0.01:
+        sizes[rng.choice(["head_dim", "head_dim_v"])] = 512
     if rng.random() < 0.05:
         sizes[rng.choice(["batch", "seqlen_q", "seqlen_k"])] = 0
     return sizes
@@ -156,6 +158,9 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     )
     varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func", "tree")
     sizes = sizes_for(rng)
+    if form in ("attention", "flash_attn_func") and rng.random() < 0.04:  # programs divide the keys
+        sizes |= {"batch": 1, "heads_kv": 1, "seqlen_q": rng.randint(1, 200)}
+        sizes["seqlen_k"] = rng.randint(500, 1500) * (1 if device == "cpu" else 5)
     if "packed" in form:
         sizes["head_dim_v"] = sizes["head_dim"]
     if form == "qkvpacked":
@@ -188,6 +193,7 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
+        options += ["invariant=True"] * (rng.random() < 0.3)
     if "interface" not in ours:
         last += "".join(
             f", {name}=True" for name in ("return_max_logits", "return_entropy") if rng.random() < 0.15

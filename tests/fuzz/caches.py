@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from flashtile.problems.masking import BEYOND_WINDOW
 from fuzz.attention import (
+    _call,
     by_position,
     dtype_for,
     in_surroundings,
@@ -60,13 +62,16 @@ def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str 
         width = -(-capacity // page)
         pages = list(range(batch * width + rng.randint(0, 3)))
         rng.shuffle(pages)
-        table = ", ".join(map(str, pages[: batch * width]))
+        rows = [pages[b * width : (b + 1) * width] for b in range(batch)]
+        common = 0 if new or rng.random() < 0.7 else rng.randint(0, width)  # keys that all sequences have
+        table = ", ".join(str(page) for row in rows for page in rows[0][:common] + row[common:])
         options.append(f"block_table=ints({table}{', ' * (table != '')}device=device).view({batch}, {width})")
         shape = f"{len(pages)}, {page}, heads_kv"
     else:
         rows = batch + rng.randint(0, 2)
         if rows > batch:
-            options.append(f"cache_batch_idx={_ints(rng.sample(range(rows), batch))}")
+            draw_rows = rng.sample if new or rng.random() < 0.7 else rng.choices
+            options.append(f"cache_batch_idx={_ints(draw_rows(range(rows), k=batch))}")
         shape = f"{rows}, {capacity}, heads_kv"
     made = {
         name: f"rand({shape}, {dim}, device=device, seed={seed}).to({dtype})"
@@ -87,6 +92,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
 
 def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     paged, new = rng.random() < 0.5, rng.choice([0, 0, 1, sizes["seqlen_q"], 5])
+    sizes["heads_kv"] = rng.choice([sizes["heads_kv"], sizes["heads_kv"], 8, 9])
     tensors = {"q": laid_out(rng, "batch, seqlen_q, heads, head_dim", 1)}
     made, options, lengths = cache(rng, sizes, new, paged)
     tensors |= made
@@ -134,6 +140,10 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.15:
         tensors["qv"] = "rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed=8)"
         more.append("qv=qv")
+    elif rng.random() < 0.2 and not new:  # packed queries
+        counts = [rng.randint(0, sizes["seqlen_q"]) for _ in lengths]
+        tensors["q"] = laid_out(rng, f"{sum(counts)}, heads, head_dim", 1)
+        more.append(f"cu_seqlens_q=offsets{_call(counts)}, max_seqlen_q=seqlen_q")
     body = _with_mass(rng, tensors, more)
     return Call(body, sizes, spelled(tensors), (*options, *more), fixed)
 
@@ -150,16 +160,30 @@ def _fp8(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
 
 
 def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    batch, page = max(sizes["batch"], 1), rng.choice([4, 16])
-    shared, own, sq = rng.randint(0, 40), rng.randint(1, 30), sizes["seqlen_q"]
-    whole = shared // page + (shared % page > 0)
-    width = -(-(shared + own + sq) // page)
-    rows, used = [], whole
-    for _ in range(batch):
-        rows.append([*range(whole), *range(used, used + width - whole)])
-        used += width - whole
-    lengths = [shared + sq + rng.randint(0, own) for _ in range(batch)]
-    shape = f"rand({used}, {page}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
+    """Groups of sequences that share their first keys, by the public function, or groups within groups."""
+    batch, page, sq = rng.randint(1, 6), rng.choice([4, 16]), sizes["seqlen_q"]
+    outer = sorted([0, batch, *(rng.randint(0, batch) for _ in range(rng.randint(0, 2)))])
+    inner = sorted([*outer, *(rng.randint(0, batch) for _ in range(2))])
+    ends = [rng.randint(0, 40) * (a < b) for a, b in pairwise(outer)]
+    group = [max(g for g, start in enumerate(outer[:-1]) if start <= b) for b in range(batch)]
+    subgroup = [max(g for g, start in enumerate(inner[:-1]) if start <= b) for b in range(batch)]
+    nested = rng.random() < 0.5
+    first = [ends[group[a]] if a < b else 0 for a, b in pairwise(inner)]
+    last = [
+        begin + nested * (a < b) * rng.randint(0, 25)
+        for begin, (a, b) in zip(first, pairwise(inner), strict=True)
+    ]
+    shared = [last[g] for g in subgroup]
+    lengths = [keys + sq + rng.randint(0, 30) for keys in shared]
+    pages: dict[tuple, int] = {}  # by what holds them: a group, one within it, or a sequence
+    rows = [
+        [
+            pages.setdefault((i, *([group[b]] if i * page < ends[group[b]] else [-1, subgroup[b]] if i * page < shared[b] else [b] * 3)), len(pages))
+            for i in range(-(-max(lengths) // page))
+        ]
+        for b in range(batch)
+    ]  # fmt: skip
+    shape = f"rand({len(pages)}, {page}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
     tensors = {
         "q": laid_out(rng, "batch, seqlen_q, heads, head_dim", 1),
         "k_cache": shape.format("", 2), "v_cache": shape.format("_v", 3),
@@ -168,12 +192,22 @@ def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.3:
         tensors["_sink"] = "rand(heads, device=device, seed=7)"
         options.append("sink=_sink")
-    body = CALL.replace("OPTIONS", f"block_table=ints({', '.join(map(str, rows))}, device=device), "
-                        f"cache_seqlens={_ints(lengths)}, prefix_seqlens={shared}, OPTIONS")  # fmt: skip
-    exact = "lambda *t, prefix_seqlens, **o: oracle.with_kvcache(*t, **o)"
+    table = f"block_table=ints({', '.join(map(str, rows))}, device=device), cache_seqlens={_ints(lengths)}"
+    fixed = {**fixed, "batch": str(batch)}
+    sizes = {name: size for name, size in sizes.items() if name not in ("batch", "seqlen_q")}  # of the table
+    fixed["seqlen_q"] = str(sq)
+    if nested:
+        levels = f"(({outer}, {[0] * len(ends)}, {ends}), ({inner}, {first}, {last}))"
+        ours = f"lambda *tensors, return_softmax_lse, **o: cascade(*tensors, {levels}, {_ints(shared)}, **o)"
+        body = CALL.replace("OPTIONS", f"{table}, OPTIONS").format(ours=ours, exact="oracle.with_kvcache")
+        return Call(body, sizes, spelled(tensors), tuple(options), fixed)
+    prefix = rng.choice([f"prefix_seqlens={ends[0]}", f"prefix_seqlens={_ints(ends)}"])
+    if len(ends) > 1:
+        prefix = f"prefix_seqlens={_ints(ends)}, cu_prefix_groups={_ints(outer)}"
+    body = CALL.replace("OPTIONS", f"{table}, {prefix}, OPTIONS")
+    exact = "lambda *t, prefix_seqlens, cu_prefix_groups=None, **o: oracle.with_kvcache(*t, **o)"
     body = body.format(ours=_decode(rng, "flashtile.flash_attn_with_shared_prefix"), exact=exact)
-    sizes = {name: size for name, size in sizes.items() if name != "batch"}  # the rows of the table are drawn
-    return Call(body, sizes, spelled(tensors), tuple(options), {**fixed, "batch": str(batch)})
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
 
 def _append(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:

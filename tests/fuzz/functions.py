@@ -67,10 +67,12 @@ def mask_mod(rng: Random, tensors: dict[str, str], depth: int = 1) -> str:
         )
     tensors["_ids"] = "torch.arange(seqlen_q + seqlen_k + 99, device=device) // 5"
     tensors["_lengths"] = "torch.arange(1, batch + 1, device=device) * 3"
+    tensors["_pictures"] = "torch.where(_ids % 3 > 0, _ids, -1 - torch.arange(len(_ids), device=device))"
     n = rng.randint(0, 9)
     ready = [
         f"masks.causal({rng.choice(['', 'seqlen_k - seqlen_q'])})", f"masks.window({n - 1}, {rng.randint(-1, 9)}, offset={n})",
         f"masks.prefix_lm({n})", "masks.prefix_lm(_lengths)", "masks.document(_ids)", "masks.padding(_lengths)",
+        "masks.causal() | masks.document(_pictures)",
         f"masks.dilated({rng.randint(0, 4)}, {rng.randint(1, 4)})", "masks.natten(9 + max(seqlen_q, seqlen_k) // 7, 7, 3)", "masks.natten(9 + max(seqlen_q, seqlen_k) // 7, 9, (3, 5))",
     ]  # fmt: skip
     if rng.random() < 0.4:

@@ -37,7 +37,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     if name not in WINDOWS_OF_MASKS and rng.random() < 0.2:
         answers = [[rng.randint(1, 9) for _ in range(rng.randint(1, 4))] for _ in range(batch)]
         body = f"""from fuzz.models import shared_differs
-shared_differs({name!r}, {[rng.randint(1, 20) for _ in answers]}, {answers}, seed={rng.randrange(99)}, OPTIONS)"""
+shared_differs({name!r}, {[rng.randint(1, 20) for _ in answers]}, {answers}, seed={rng.randrange(99)}, device={device!r}, OPTIONS)"""
         return Call(body, {"window": rng.randint(1, 12)}, {}, tuple(options))
     if rng.random() < 0.8:
         options.append(f"positions={[_positions(rng, length) for _ in range(rows)]}")

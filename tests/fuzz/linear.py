@@ -25,6 +25,8 @@ def options_for(rng: Random, columns: str, residual: bool = True) -> tuple[dict[
         options.append("residual=residual")
     if rng.random() < 0.2:
         options.append("prefetch=True")
+    if residual and rng.random() < 0.2:  # linear_qkv does not have it
+        options.append("invariant=True")
     return tensors, options
 
 

@@ -125,7 +125,9 @@ def packed_differs(
         raise Wrong(f"{name} differs from eager", f"by {difference:.3g}")
 
 
-def shared_differs(name: str, prompts: list[int], answers: list[list[int]], seed: int, **fields) -> None:
+def shared_differs(
+    name: str, prompts: list[int], answers: list[list[int]], seed: int, device: str = "cpu", **fields
+) -> None:
     """Compare log-probabilities of answers that share a prompt with eager attention's, one after another.
 
     Args:
@@ -137,9 +139,9 @@ def shared_differs(name: str, prompts: list[int], answers: list[list[int]], seed
     integration.register()
     torch.manual_seed(seed)
     config = config_of(name, **fields)
-    eager, ours = (model_of(config, attn_implementation=one) for one in ("eager", "flashtile"))
-    texts = [torch.randint(1, 90, (length,)) for length in prompts]
-    drawn = [[torch.randint(1, 90, (length,)) for length in of_prompt] for of_prompt in answers]
+    eager, ours = (model_of(config, attn_implementation=one).to(device) for one in ("eager", "flashtile"))
+    texts = [torch.randint(1, 90, (length,)).to(device) for length in prompts]
+    drawn = [[torch.randint(1, 90, (length,)).to(device) for length in of_prompt] for of_prompt in answers]
     with torch.no_grad():
         batch = integration.shared_prompts(ours, texts, drawn)
         found = batch.unpack(batch.log_probs(ours(**batch).logits))

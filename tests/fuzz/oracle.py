@@ -159,7 +159,7 @@ def one(
 def attention(
     q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
     seqused_k=None, block_mask=None, qv=None, return_attn_weights=False, deterministic=False, return_lse=True,
-    return_attn_probs=False, return_max_logits=False, return_entropy=False, rng_state=None, backend=None, **options,
+    return_attn_probs=False, return_max_logits=False, return_entropy=False, rng_state=None, invariant=False, backend=None, **options,
 ):  # fmt: skip
     """Return (out, lse) as :func:`flashtile.attention` does, then its statistics and weights."""
     if block_mask is not None:
@@ -224,10 +224,12 @@ def with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, rotary_interleaved=True, rotary_seqlens=None, tree_mask=None, qv=None,
     q_descale=None, k_descale=None, v_descale=None, return_softmax_lse=True, num_splits=0, split_size=None,
-    invariant=False, softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, mass=None, **options,
+    invariant=False, softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, mass=None,
+    cu_seqlens_q=None, max_seqlen_q=None, **options,
 ):  # fmt: skip
     """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write into the caches and mass."""
-    (batch, sq, heads, _), new, outs, lses = q.shape, 0 if k is None else k.shape[1], [], []
+    queries = list(q) if cu_seqlens_q is None else list(q.split(cu_seqlens_q.diff().tolist()))
+    batch, new, outs, lses = len(queries), 0 if k is None else k.shape[1], [], []
     size = k_cache.shape[1]
     capacity = size if block_table is None else size * block_table.shape[1]
     for b in range(batch):
@@ -240,7 +242,7 @@ def with_kvcache(
         row = b if cache_batch_idx is None else int(cache_batch_idx[b])
         rows = torch.full_like(at, row) if block_table is None else block_table[b].long()[at // size]
         at = at if block_table is None else at % size
-        query, angle = q[b], n if rotary_seqlens is None else int(rotary_seqlens[b])
+        query, angle = queries[b], n if rotary_seqlens is None else int(rotary_seqlens[b])
         by_token = options.get("causal") or max(options.get("window_size", (-1, -1))) >= 0
         by_token = by_token or options.get("attention_chunk")
         if k is not None:
@@ -250,7 +252,7 @@ def with_kvcache(
                 fresh = rotated(
                     fresh, *tables, angle + torch.arange(new, device=q.device), rotary_interleaved
                 )
-                turn = angle + torch.arange(sq, device=q.device) * bool(by_token)
+                turn = angle + torch.arange(len(query), device=q.device) * bool(by_token)
                 query = rotated(query, *tables, turn, rotary_interleaved)
             k_cache[rows[n:], at[n:]] = fresh.detach().to(k_cache.dtype)
             v_cache[rows[n:], at[n:]] = v[b].to(v_cache.dtype)
@@ -266,7 +268,9 @@ def with_kvcache(
             sums = wide(found[2]).unflatten(0, (k_cache.shape[2], -1)).sum((1, 2))
             mass[rows, at] += sums.T.to(mass.dtype)
     if not batch:
-        return q.new_zeros(0, sq, heads, v_cache.shape[-1]), q.new_zeros(0, heads, sq)
+        return q.new_zeros(*q.shape[:-1], v_cache.shape[-1]), q.new_zeros(q.shape[:-1]).mT
+    if cu_seqlens_q is not None:
+        return torch.cat(outs), torch.cat(lses, -1)
     return torch.stack(outs), torch.stack(lses)
 
 
@@ -286,7 +290,7 @@ def rms(x, weight, eps):
 
 def linear(
     x, weight, bias=None, *, weight_scale=None, norm_weight=None, norm_eps=1e-6, x_scale=None, activation=None,
-    residual=None, prefetch=False, backend=None,
+    residual=None, prefetch=False, invariant=False, backend=None,
 ):  # fmt: skip
     y = x
     if norm_weight is not None:

@@ -16,14 +16,17 @@ from torch._subclasses import FakeTensorMode
 
 import flashtile
 from flashtile import compat, engine, fp8, kv_cache, linear, masks, nn, padding, parallel
+from flashtile.checks.conversions import as_masking
 from flashtile.compat import flash_attn, flash_attn_interface
 from flashtile.compat.flash_attn import bert_padding
 from flashtile.compat.flash_attn.layers import rotary
+from flashtile.operators.decode import SharedKeys, attend_shared, decode
+from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.testing import poisoned_memory
 from fuzz import oracle
 
 __all__ = [
-    "F", "Wrong", "agree", "bert_padding", "compat", "ends_well", "engine", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8",
+    "F", "Wrong", "agree", "bert_padding", "cascade", "compat", "ends_well", "engine", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8",
     "ints", "kv_cache", "learning", "linear", "manager", "masks", "math", "nested", "nn", "offsets", "oracle", "padding", "parallel", "rand",
     "refuses", "reserve_step", "rotary", "scaled", "sparse", "surrounded", "torch",
 ]  # fmt: skip
@@ -180,6 +183,36 @@ def manager() -> kv_cache.PagedKVCache:
 def reserve_step(num_tokens) -> kv_cache.Step:
     cache = manager()
     return cache.reserve_step(cache.batch([0]), num_tokens)
+
+
+def cascade(
+    q,
+    k_cache,
+    v_cache,
+    levels,
+    shared,
+    *,
+    causal=False,
+    softmax_scale=None,
+    softcap=0.0,
+    backend=None,
+    **tensors,
+):
+    """Attend in levels: each has the offsets of groups of sequences, and the first and last keys that they share."""
+    made = []
+    for offsets_, first, end in levels:
+        rows = tensors["block_table"][torch.tensor(offsets_[:-1], device=q.device).clamp(max=len(q) - 1)]
+        starts = ints(*(q.shape[1] * at for at in offsets_), device=q.device)
+        made.append(
+            SharedKeys(
+                rows, ints(*end, device=q.device), ints(*first, device=q.device), starts, len(q) * q.shape[1]
+            )
+        )
+    own, cache = CacheTensors(cache_leftpad=shared, **tensors), (q, k_cache, v_cache)
+    options = DecodeOptions(
+        masking=as_masking(causal), softmax_scale=softmax_scale, softcap=softcap, backend=backend
+    )
+    return decode(cache, attend_shared(cache, own, options, made), options, ())
 
 
 def _run(call, function, given, dtype, upstream, gradients, exact=False):

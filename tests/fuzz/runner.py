@@ -22,10 +22,14 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import fuzz.prelude as prelude
+from flashtile.backends.portable import interpreting
 from fuzz.prelude import ERRORS, Wrong, names_argument
 
 SHRINK_SECONDS = 20.0
 CPU_SECONDS = 120.0
+INTERPRETED = ("attention", "functions", "caches", "fp8", "linear")
+"""Families of functions that take a backend by name, most of them."""
+WITHOUT_BACKEND = re.compile("profile_scores|flash_attn_interface|merge_states")
 OPTIONAL = ("transformers", "triton")
 """Packages that a machine may lack."""
 SCARCE = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
@@ -250,8 +254,13 @@ def run(
 
 
 def drawn_call(family: ModuleType, seed: int, name: str, number: int, device: str) -> Call:
-    """Return call ``number`` of a family with a seed."""
-    return family.draw(random.Random(f"{seed}/{name}/{number}"), device)
+    """Return call ``number`` of a family with a seed. In Triton's interpreter, it runs the portable kernels."""
+    call = family.draw(random.Random(f"{seed}/{name}/{number}"), device)
+    if not interpreting() or name not in INTERPRETED or WITHOUT_BACKEND.search(call.body):
+        return call
+    narrow = {"torch.bfloat16": "torch.float16", "torch.float64": "torch.float32"}
+    fixed = {name: narrow.get(text, text) for name, text in call.fixed.items()}
+    return replace(call, fixed=fixed, options=(*call.options, "backend='portable'"))
 
 
 def _key(family: ModuleType) -> Callable[[Call, str], str]:

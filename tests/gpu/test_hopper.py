@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from cases import BF16, CASES, FP16, Case
-from targets import CUDA, Target
+from targets import CUDA, Target, hopper_serves
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
@@ -21,27 +21,13 @@ LLAMA = Case(
 )
 
 
-def serves(case: Case) -> bool:
-    sizes = (case.head_dim, case.head_dim_v or case.head_dim)
-    rows = [case.batch, case.seqlen_q, case.seqlen_k]
-    if case.lengths is not None:
-        rows = [len(case.lengths), *(max(row) for row in zip(*case.lengths, strict=True))]
-    needs_general_mask = case.mask, case.padding, case.attention_chunk, case.unused_rows
-    most = 128 if case.dropout_p or case.bias is not None else 512
-    tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > most for size in sizes)
-    if case.bias is not None:
-        own, of_rows = case.bias.endswith("-own"), "q" in case.bias.removesuffix("-own") and rows[1] > 1
-        tiles &= own and of_rows and rows[2] % 8 == 0 and case.alibi is None and not case.dropout_p
-    return tiles and all(rows) and not any(needs_general_mask)
-
-
 def explain(case: Case) -> flashtile.Explanation:
     inputs = case.inputs("cuda")
     return flashtile.explain(*inputs.qkv, **inputs.arguments)
 
 
 def test_every_case_that_it_should_serve() -> None:
-    served = [case for case in CASES if serves(case) and case.layout in ADDRESSABLE]
+    served = [case for case in CASES if hopper_serves(case) and case.layout in ADDRESSABLE]
     assert len(served) > 300
     others = [case.name for case in served if explain(case).backend != "hopper"]
     assert not others
@@ -49,7 +35,7 @@ def test_every_case_that_it_should_serve() -> None:
 
 def test_reasons() -> None:
     for case in CASES:
-        if serves(case):
+        if hopper_serves(case):
             continue
         explanation = explain(case)
         assert explanation.backend == (None if case.dtype == torch.float64 else "portable"), case.name

@@ -18,7 +18,7 @@ from flashtile.operators.gradients import attention_backward
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.reference.decode import turn
 from flashtile.testing import fp8 as testing
-from targets import INTERPRETING, Target
+from targets import CUDA, INTERPRETING, Target
 
 pytestmark = pytest.mark.numerical
 
@@ -53,7 +53,8 @@ def qkv(seqlen: int = 150, dtype: torch.dtype = BF16) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("name", "method", "hadamard"),
     [
-        *((name, *METHODS[i % 3]) for i, name in enumerate(INTERPRETED if INTERPRETING else NAMES)),
+        # No kernel decides what the CPU's tests of all names show.
+        *((name, *METHODS[i % 3]) for i, name in enumerate(INTERPRETED if INTERPRETING or CUDA else NAMES)),
         *(("tiny-varlen-tail-causal", *one) for one in ([] if INTERPRETING else METHODS)),
     ],
 )

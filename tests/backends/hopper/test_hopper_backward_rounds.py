@@ -26,6 +26,7 @@ from flashtile.backends.hopper.backward import costs, schedule
 from flashtile.backends.hopper.backward.config import BackwardConfig, alternatives, choose
 from flashtile.backends.hopper.backward.costs import (
     COSTS,
+    ENOUGH_ROUNDS,
     MAX_BYTES,
     as_scheduled,
     busiest,
@@ -36,7 +37,6 @@ from flashtile.backends.hopper.backward.costs import (
     work_of_launch,
 )
 from flashtile.backends.hopper.backward.launch import backward_variant
-from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.problems.masking import KernelMask
 from flashtile.problems.masks import Mods

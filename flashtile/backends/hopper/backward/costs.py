@@ -418,7 +418,8 @@ def cache_misses(problem: Problem, config: BackwardConfig) -> float:
     of keys work on fewer sequences at a time.
     """
     square = problem.varlen or problem.seqlen_q == problem.seqlen_k
-    if not (square and is_causal(problem) and problem.seqlen_k > SHORT) or problem.deterministic or config.wide:
+    many = square and is_causal(problem) and problem.seqlen_k > SHORT
+    if not many or problem.deterministic or config.wide:
         return 1.0
     factor = max(bytes_at_work(problem, config) / config.ROW_SPLITS / BYTES_BY_SEQUENCE, 1.0)
     return factor if problem.varlen else min(factor, DENSE_MISSES)

@@ -337,7 +337,7 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
         (319, -1, 128),
         (320, -1, 96),
         (2**20, -1, 96),
-        (1, 0, 96),
+        (2, 0, 96),
         (8191, 0, 96),
         (8192, 0, 128),
     ],

@@ -343,7 +343,7 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
     ],
 )
 def test_columns_of_tiles_up_to_96_depend_on_the_keys(keys: int, right: int, columns: int) -> None:
-    sizes = {"head_dim": 80, "head_dim_v": 80, "seqlen_q": keys, "seqlen_k": keys, "window_right": right}
+    sizes: Any = {"head_dim": 80, "head_dim_v": 80, "seqlen_q": keys, "seqlen_k": keys, "window_right": right}
     assert tile_columns(replace(GROUPED, **sizes)) == (columns, columns)
 
 

@@ -391,12 +391,14 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         configs = alternatives(config) if measured else (config,)
         for length, other in product(LENGTHS, configs):
             plain = replace(same, seqlen_q=length, seqlen_k=length)
-            variant = forward_variant(plain, plan_of(plain, other))
-            if of_tables(plain) == config and variant not in seen:
+            if of_tables(plain) != config:
+                continue
+            own, variant = plain, forward_variant(plain, plan_of(plain, other))
+            if variant not in seen:
                 seen.add(variant)
                 yield _forward_case(plain, other)
         if windowed:
-            everything = replace(plain, **FEATURES, sink=True)
+            everything = replace(own, **FEATURES, sink=True)
             yield _forward_case(replace(everything, num_heads_kv=everything.num_heads_q), config)
             dense = replace(everything, varlen=False, seqused_k=False)
             for other in configs:

@@ -589,6 +589,7 @@ def test_every_configuration_of_the_forward(case: Case) -> None:
         (64, 4096, True),
         pytest.param(64, 4096, False, marks=exhaustive),
         pytest.param(64, 512, True, marks=exhaustive),
+        pytest.param(96, 1024, True, marks=exhaustive),
         *(pytest.param(128, keys, True, marks=exhaustive) for keys in (512, 1024, 4096)),
         *(pytest.param(256, keys, True, marks=exhaustive) for keys in (512, 1024)),
         pytest.param(256, 1024, False, marks=exhaustive),

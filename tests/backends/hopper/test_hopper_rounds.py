@@ -239,6 +239,8 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
         (problem_of(1, 1024, (8, 8), 128), (128, "single"), (64, "single")),
         (problem_of(1, 1024, (8, 8), 64), (128, "single"), (64, "single")),
         (problem_of(1, 1024, (8, 8), 256, FULL), (128, "single"), (64, "single")),
+        (problem_of(1, 1024, (8, 8), 80, FULL), (128, "single"), (64, "single")),
+        (problem_of(1, 1024, (8, 8), 96), (128, "single"), (64, "single")),
     ],
 )
 def test_few_work_tiles(problem: Problem, before: tuple[int, str], after: tuple[int, str]) -> None:

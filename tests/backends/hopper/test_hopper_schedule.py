@@ -332,6 +332,22 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
 
 
 @walk(
+    ("keys", "right", "columns"),
+    [
+        (319, -1, 128),
+        (320, -1, 96),
+        (2**20, -1, 96),
+        (2, 0, 96),
+        (8191, 0, 96),
+        (8192, 0, 128),
+    ],
+)
+def test_columns_of_tiles_up_to_96_depend_on_the_keys(keys: int, right: int, columns: int) -> None:
+    sizes: Any = {"head_dim": 80, "head_dim_v": 80, "seqlen_q": keys, "seqlen_k": keys, "window_right": right}
+    assert tile_columns(replace(GROUPED, **sizes)) == (columns, columns)
+
+
+@walk(
     ("change", "pack"),
     [
         ({"window_left": 127}, 8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashtile.backends.hopper.backward.costs import fastest
+from flashtile.backends.hopper.backward.costs import fastest, is_causal
 from flashtile.backends.hopper.config import (
     MAX_COLUMNS_OF_V,
     WARPGROUP_ROWS,
@@ -193,6 +193,9 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     known = not (problem.varlen and max(problem.seqlen_q, problem.seqlen_k) > SHORT)
     known = known and not (problem.seqused_k or problem.deterministic or modifiers_of(problem))
     tables = (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
+    one_head = tile_widths(problem) == (64, 64) and problem.group_size == 1
+    if one_head and is_causal(problem) and problem.seqlen_k <= 2 * SHORT:
+        tables = tables[::-1]  # 16 x 1024, 32 heads: 582 and 585 us instead of 608 and 612
     return tuple(replace(table, ONE_BLOCK=one_block) for table in tables)
 
 

@@ -25,7 +25,7 @@ from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.backward.preprocess import dense_batch
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, tile_widths
-from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
+from flashtile.backends.hopper.forward.rounds import WORTHWHILE
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -185,8 +185,17 @@ predicted then took 0.95 to 1.11 times the predicted time. With the choices that
 4686 instead of 4872; 40 on 8 as long as before, where 0.89 was predicted. The first is faster still with
 heads divided in three (1104 us), or in two and sequence after sequence (1117). Neither number alone would
 choose that without changing the plans of other calls."""
+DENSE_MISSES = 1.1
+"""Largest factor of :func:`cache_misses` of dense calls. Their programs work on few sequences, in the same
+order of heads, so most misses are hidden. With the model above, steps take 1.00 to 1.06 times as long up to
+8,192 keys, and 1.03 to 1.19 with 16,384 (head_dim 128, 7 query heads or more on one). Measured, 4 x 4096 with
+64 query heads on 8 of 128 took 1.07 of the estimate without misses, and 1.02 with rows divided in two."""
 SHORT = 1024
 """Keys up to which sequences have few programs that could read a row from the cache."""
+ENOUGH_ROUNDS = 16
+"""With this many work tiles per program, all programs end at about the same time. It is twice the number of
+the forward, since a work tile has all query heads of a group. 4 x 4096 with 64 heads on 8 of 128 makes 7.8
+rounds: with rows divided in two it took 4900 us instead of 5395 (estimated 4795 and 4987)."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -237,8 +246,7 @@ PART_BYTES = 5.0e6
 """Bytes per microsecond of parts that do not stay there. With 107 MB of parts, cross-attention to 234 keys
 took 291 us, and the estimate without this time is 237; with 101 MB, to 512 keys, 670 and 613. Without parts,
 the first takes 258 us instead of 296. This time is not all of it: with 54 MB of parts the first takes 291 us,
-estimated 251. Under a causal mask it is not added: there, splits also keep rows in the cache, which is not
-estimated for dense calls."""
+estimated 251. Under a causal mask it is not added: there, splits also keep rows in the cache."""
 
 
 class LaunchWork(NamedTuple):
@@ -406,15 +414,15 @@ def sorted_by_cost(problem: Problem, config: BackwardConfig) -> bool:
 def cache_misses(problem: Problem, config: BackwardConfig) -> float:
     """Return the factor of the time of steps whose rows leave the L2 cache, 1 if they do not.
 
-    It was found for packed sequences under a causal mask. Programs that divide the rows of a block of keys
-    work on fewer sequences at a time. Dense causal calls are not counted yet: with rows divided in two, 4 x
-    4096 with 64 query heads on 8 of 128 took 4900 us instead of 5395, with 32 on 8 2709 instead of 2800, and
-    1 x 16384 with 28 on 4 as long as without, although 0.76 was predicted.
+    It was found for causal sequences with as many queries as keys. Programs that divide the rows of a block
+    of keys work on fewer sequences at a time.
     """
-    many = problem.varlen and is_causal(problem) and problem.seqlen_k > SHORT
+    square = problem.varlen or problem.seqlen_q == problem.seqlen_k
+    many = square and is_causal(problem) and problem.seqlen_k > SHORT
     if not many or problem.deterministic or config.wide:
         return 1.0
-    return max(bytes_at_work(problem, config) / config.ROW_SPLITS / BYTES_BY_SEQUENCE, 1.0)
+    factor = max(bytes_at_work(problem, config) / config.ROW_SPLITS / BYTES_BY_SEQUENCE, 1.0)
+    return factor if problem.varlen else min(factor, DENSE_MISSES)
 
 
 def row_bytes(problem: Problem) -> int:

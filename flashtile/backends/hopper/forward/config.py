@@ -165,6 +165,7 @@ _M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0)
 _M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
 _D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
 _D96_N128_PING_PONG = replace(_D96_N128, PING_PONG=True)
+_D96_M64 = replace(_D96_N128, warpgroups=1, paired_below=0)
 _D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
 _D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
 _D192_N64_Q128_PINNED = F(
@@ -239,12 +240,13 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     # and no difference with one round of pairs. Times of one kernel vary by up to 5 %.
     (192, 128, True): ((ANY_LENGTH, _D192_N128),),
     (96, 96, False): (
-        (4096, None),  # tiles of 128 columns: 96 columns were 0.868 to 1.002 for short sequences
+        (320, None),  # tiles of 128 columns, whose blocks of 64 keys are better filled
+        (4096, _D96_N128_PING_PONG),  # not measured; without ping-pong 0.868 to 1.002
         (ANY_LENGTH, _D96_N128),  # S 4096, D 80: 1.081
     ),
     (96, 96, True): (
-        (4096, _D96_N128_PING_PONG),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
-        (ANY_LENGTH, None),  # S 4096, D 96: 0.939
+        (8192, _D96_N128_PING_PONG),  # S 2000, D 80 and 96: 1.065, 1.030; not measured from S 4096 on
+        (ANY_LENGTH, None),
     ),
     (160, 160, False): ((ANY_LENGTH, _D160_N128),),  # five boxes of 32 columns: S 4096 1.200
     (160, 160, True): ((ANY_LENGTH, _D160_N128),),  # S 2000, D 144 1.536, D 160 1.333 with the queue
@@ -272,6 +274,7 @@ _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
     _M128_N128: (_M64_N128,),
     _M128_N128_LAZY: (_M64_N128_LAZY,),
     _M128_N128_LAZY_PING_PONG: (_M64_N128_LAZY,),
+    _D96_N128_PING_PONG: (_D96_M64,),
     _D256_N64_O_IN_PARTS: (_M64_N64_LAZY,),
     _D256_N64_PINNED: (_M64_N64_LAZY,),
     _D256_N64_Q128: (_M64_N64_LAZY_Q128,),

@@ -68,6 +68,7 @@ COSTS: dict[tuple[int, int, int, int], Costs] = {
     (64, 64, 2, 64): Costs(2.0, 1.20),
     (64, 64, 2, 128): Costs(1.8, 1.08),
     (64, 64, 3, 128): Costs(3.2, 1.39),
+    (96, 96, 1, 128): Costs(1.5, 1.07),
     (96, 96, 2, 128): Costs(1.6, 1.47),
     (128, 128, 2, 64): Costs(0.9, 0.98),
     (128, 128, 2, 128): Costs(2.4, 1.49),
@@ -80,7 +81,8 @@ COSTS: dict[tuple[int, int, int, int], Costs] = {
 ``LAUNCH`` were fitted to ``benchmarks/results/2026-11-27-h200-rounds.json`` and, of
 ``2026-11-23-h200-*-forward*.json``, to the calls with few work tiles. Few of them have two warpgroups and 64
 keys at head sizes 64 and 128: these costs lie between that fit and one of longer calls. Other head sizes were
-fitted to the older files, except those of 32 columns and 128 keys, which are estimated."""
+fitted to the older files, except those of 32 columns and 128 keys and of 96 columns and one warpgroup, which
+are estimated."""
 
 
 class ForwardPlan(NamedTuple):

@@ -216,16 +216,6 @@ def largest_threshold(tile, row, vocab_size, listed, lowest, wanted, by_mass, di
 
 
 @triton.jit
-def weight_of_listed(listed, lowest, row, by_mass, C: tl.constexpr):
-    """Return the total weight of the listed scores from ``lowest`` on."""
-    BLOCK: tl.constexpr = C.BLOCK
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, listed.count, C.BLOCK):
-        total += weights_of(load_listed(listed, first, C), lowest, row.largest, by_mass)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def mix64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -403,31 +393,15 @@ def may_win(leaders, row, scores, bits, lowest, SECOND: tl.constexpr):
 
 
 @triton.jit
-def survey(row, listed, by_mass, C: tl.constexpr):
-    """Read a row and a list. Return (largest score, of each lane [BLOCK], total weight by mass)."""
+def largest_of(row, listed, C: tl.constexpr):
+    """Return the largest score of a row and a list, inf for NaN."""
     BLOCK: tl.constexpr = C.BLOCK
     most = tl.full([BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    # Exponentials relative to one score take half the instructions of those relative to each lane's largest.
-    # The largest score of the row is mostly between the first tile's and 135 more. If not, sums of
-    # exponentials could overflow, and the row is read again.
-    base = tl.maximum(tl.max(load_scores(row, 0, C), 0), -1e30) + 60
-    largest, reads = tl.full([], -float("inf"), tl.float32), tl.full([], 1, tl.int32)
-    while reads > 0:
-        total = tl.zeros([BLOCK], tl.float32)
-        for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
-            scores = load_scores(row, first, C)
-            most = larger(most, scores)
-            if by_mass:
-                total += tl.exp2(scores * LOG2E - base * LOG2E)
-        for first in range(0, listed.count, C.BLOCK):
-            scores = load_listed(listed, first, C)
-            most = tl.maximum(most, scores)
-            total += tl.exp2(scores * LOG2E - base * LOG2E)
-        largest = tl.max(tl.where(most == most, most, float("inf")), 0)
-        reads = (by_mass & (largest > base + 75)).to(tl.int32)
-        base = tl.where(reads > 0, largest, base)
-    return largest, most, tl.sum(total, 0) * tl.exp2((base - largest) * LOG2E)
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+        most = larger(most, load_scores(row, first, C))
+    for first in range(0, listed.count, C.BLOCK):
+        most = larger(most, load_listed(listed, first, C))
+    return tl.max(tl.where(most == most, most, float("inf")), 0)
 
 
 @triton.jit
@@ -437,45 +411,43 @@ def weight_of(scores, lowest, row, by_mass):
 
 
 @triton.jit
-def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
-    """Return (a bound that all kept scores probably reach, whether too many scores reach it for a list).
+def estimate(row, listed, top_k, top_p, C: tl.constexpr):
+    """Estimate from one random score of each lane what the filters keep. The row's largest score is unknown.
 
-    With both filters, the bound is for top-k. ``best`` and ``total`` are results of :func:`survey`;
-    ``listed`` is what the list has already.
+    Returns the largest of these scores, a bound that all kept scores probably reach, and whether too many
+    scores reach it for a list after what ``listed`` has. With both filters, the bound is for top-k.
     """
-    by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
-    none, are_many, lower = tl.full([], 0, tl.int32), top_k < 0, any_score
-    empty = Scores(listed.scores, listed.tokens, none)
-    wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
-    if weight_of(best, any_score, row, by_mass) >= wanted:
-        lower = largest_threshold(best, row, none, empty, any_score, wanted, by_mass, 8, C)
-    # If half of the lanes' largest scores are kept, ln(2) lanes as many scores are expected to be.
-    if (lower == any_score) | (weight_of(best, lower, row, False) > C.BLOCK // 2):
-        # By mass, the weight below the threshold is estimated among random scores, because a few large
-        # weights dominate the sum above it.
-        lane = tl.arange(0, C.BLOCK)
-        tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
-        chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
-        random = load_scores(row, chosen, C)
-        count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
-        share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
-        below = total * (1 - top_p) * share
-        above, unit = wanted * share, any_score * 0 + 1
-        if by_mass:
-            above = weight_of(random, any_score, row, True) - below
-            found = largest_threshold(random, row, none, empty, any_score, above, True, 8, C)
-            unit = tl.exp(found - row.largest)
-        margin = 4 * tl.sqrt(tl.where(by_mass, below * unit, above)) + 4 * unit
-        least = largest_threshold(random, row, none, empty, any_score, above + margin, by_mass, 8, C)
-        lower = tl.maximum(lower, least)
-        reached = weight_of(random, lower, row, False)
-        are_many = reached + 4 * tl.sqrt(reached) > (C.LISTED - listed.count) * share
-    return lower, are_many
+    by_mass, lane = top_k == 0, tl.arange(0, C.BLOCK)
+    tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
+    chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
+    random = load_scores(row, chosen, C)
+    count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
+    share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
+    row = Row(row.logits, row.vocab_size, row.scale, tl.maximum(tl.max(random, 0), -1e30), row.greedy, row.key)
+    above, any_score = top_k.to(tl.float32) * share, tl.full([], -float("inf"), tl.float32)
+    unit, variance, is_flat = tl.full([], 1, tl.float32), above, top_k < 0
+    none, reached = Scores(listed.scores, listed.tokens, top_k * 0), unit
+    if by_mass:
+        weights = weights_of(random, any_score, row.largest, True)
+        total, squares = tl.sum(weights, 0), tl.sum(weights * weights, 0)
+        above, below = total * top_p, total * (1 - top_p)
+        found = largest_threshold(random, row, none.count, none, any_score, above, True, 8, C)
+        unit, reached = tl.exp(found - row.largest), weight_of(random, found, row, False)
+        # Both the weight below the threshold and the total are estimates.
+        variance = below * unit + (1 - top_p) * (1 - top_p) * squares
+        is_flat = (reached <= C.BLOCK // 64) == 0
+    above += 4 * tl.sqrt(variance) + 4 * unit
+    if by_mass & (is_flat == 0):
+        # A few weights of random scores say little about the threshold, so many times their number is listed.
+        above = 4 * reached + 16
+    lower = largest_threshold(random, row, none.count, none, any_score, above, is_flat, 8, C)
+    reached = weight_of(random, lower, row, False)
+    return row.largest, lower, is_flat | (reached + 4 * tl.sqrt(reached) > (C.LISTED - listed.count) * share)
 
 
 @triton.jit
-def append(listed, count, row, begin, marks, C: tl.constexpr):
-    """Append the scores whose bits in ``marks`` are set to a list. Return the new length of the list.
+def append(listed, count, begin, marks, C: tl.constexpr):
+    """Append the tokens whose bits in ``marks`` are set to a list. Return the new length of the list.
 
     Bit i of a lane stands for its score in the i-th tile from column ``begin`` on.
     """
@@ -488,30 +460,53 @@ def append(listed, count, row, begin, marks, C: tl.constexpr):
         lowest = marks & (0 - marks)
         tile = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         tokens = begin + tile * C.BLOCK + tl.arange(0, C.BLOCK)
-        writes = (marks > 0) & (at < C.LISTED)
-        logits = tl.load(row.logits + tokens, mask=marks > 0, other=0.0)
-        tl.store(listed.scores + at, logits.to(tl.float32) * row.scale, mask=writes)
-        tl.store(listed.tokens + at, tokens, mask=writes)
+        # Their scores are read once all are listed: a wait in each turn would take most of the time.
+        tl.store(listed.tokens + at, tokens, mask=(marks > 0) & (at < C.LISTED))
         marks, at = marks ^ lowest, at + 1
     return count + tl.sum(length, 0)
 
 
 @triton.jit
-def list_from(row, listed, lower, C: tl.constexpr):
-    """Append the scores from ``lower`` on to a list. Return its length, of which C.LISTED are in memory."""
+def list_from(row, listed, lower, by_mass, C: tl.constexpr):
+    """Append the tokens of scores from ``lower`` on, and of NaN, to a list.
+
+    Returns the list's length, of which C.LISTED are in memory, and by mass the total weight of row and list.
+    """
     BLOCK: tl.constexpr = C.BLOCK
-    count, lower = listed.count, tl.maximum(lower, LOWEST)
+    count, lower, total = listed.count, tl.maximum(lower, LOWEST), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, listed.count, C.BLOCK):
+        total += tl.exp2(load_listed(listed, first, C) * LOG2E - row.largest * LOG2E)
     for begin in range(0, row.vocab_size, 32 * C.BLOCK):
         # A bit of each lane for each tile whose score is listed. The places in the list depend on all lanes.
         # To compute them for each tile would take more instructions than all else.
         marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
         end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
         for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
-            marks |= tl.where(load_scores(row, first, C) >= lower, bit, 0)
+            scores = load_scores(row, first, C)
+            marks |= tl.where(scores < lower, 0, bit)
             bit <<= 1
-        count = append(listed, count, row, begin, marks, C)
+            if by_mass:
+                total += tl.exp2(scores * LOG2E - row.largest * LOG2E)
+        count = append(listed, count, begin, marks, C)
     tl.debug_barrier()  # other threads read the list
-    return count
+    return count, tl.sum(total, 0)
+
+
+@triton.jit
+def read_listed(row, listed, num_known, lower, by_mass, C: tl.constexpr):
+    """Read the scores of listed tokens after the first ``num_known``. Return their weight from ``lower`` on."""
+    BLOCK: tl.constexpr = C.BLOCK
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, listed.count, C.BLOCK):
+        at = first + tl.arange(0, C.BLOCK)
+        is_new = (at >= num_known) & (at < listed.count)
+        tokens = tl.load(listed.tokens + at, mask=is_new, other=0)
+        logits = tl.load(row.logits + tokens, mask=is_new, other=0.0).to(tl.float32)
+        scores = tl.where(is_new, logits * row.scale, load_listed(listed, first, C))
+        tl.store(listed.scores + at, scores, mask=is_new)
+        total += weights_of(scores, lower, row.largest, by_mass)
+    tl.debug_barrier()  # other threads read the scores
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -530,43 +525,64 @@ def draw_from(row, listed, lower, strict, SECOND: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
-def weights_from(row, listed, one, two, lower, by_mass, C: tl.constexpr):
-    """Return the weights of a row and a list above ``one``, above ``two``, and from ``lower`` on."""
-    BLOCK: tl.constexpr = C.BLOCK
-    nothing = tl.zeros([BLOCK], tl.float32)
-    above_one, above_two, total = nothing, nothing, nothing
-    base = tl.where(by_mass, LOG2E, 0.0)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
-        scores = load_scores(row, first, C)
-        weights = tl.exp2(scores * base - row.largest * base)
-        above_one += tl.where(scores > one, weights, 0.0)
-        above_two += tl.where(scores > two, weights, 0.0)
-        total += tl.where(scores >= lower, weights, 0.0)
-    for first in range(0, listed.count, C.BLOCK):
-        scores = load_listed(listed, first, C)
-        weights = weights_of(scores, lower, row.largest, by_mass)
-        above_one += tl.where(scores > one, weights, 0.0)
-        above_two += tl.where(scores > two, weights, 0.0)
-        total += weights
-    return tl.reduce((above_one, above_two, total), 0, add_three)
+def add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
 
 
 @triton.jit
-def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
-    """Draw among the scores of a row and a list that have less than ``wanted`` weight above them.
+def weights_from(row, listed, one, two, lower, base, by_mass, C: tl.constexpr):
+    """Return the weights of a row and a list above ``one``, above ``two``, from ``lower`` on, and of all.
 
-    All of these scores are at least ``least``, and probably at least ``lower``.
+    By mass, a score of ``base`` weighs 1.
     """
-    nothing = tl.full([], -float("inf"), tl.float32)
+    BLOCK: tl.constexpr = C.BLOCK
+    nothing = tl.zeros([BLOCK], tl.float32)
+    above_one, above_two, reached, total = nothing, nothing, nothing, nothing
+    factor = tl.where(by_mass, LOG2E, 0.0)
+    offset = tl.where(by_mass, base * LOG2E, 0.0)
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+        scores = load_scores(row, first, C)
+        weights = tl.exp2(scores * factor - offset)
+        above_one += tl.where(scores > one, weights, 0.0)
+        above_two += tl.where(scores > two, weights, 0.0)
+        reached += tl.where(scores >= lower, weights, 0.0)
+        total += weights
+    for first in range(0, listed.count, C.BLOCK):
+        scores = load_listed(listed, first, C)
+        weights = weights_of(scores, -float("inf"), base, by_mass)
+        above_one += tl.where(scores > one, weights, 0.0)
+        above_two += tl.where(scores > two, weights, 0.0)
+        reached += tl.where(scores >= lower, weights, 0.0)
+        total += weights
+    return tl.reduce((above_one, above_two, reached, total), 0, add_four)
+
+
+@triton.jit
+def draw_kept(row, listed, lower, least, total, top_k, top_p, C: tl.constexpr):
+    """Draw among the scores of a row and a list that top-p, or without it top-k, keeps.
+
+    All of these scores are at least ``least``, and probably at least ``lower``. top-p is a share of ``total``,
+    which is relative to ``row.largest``. If ``total`` is 0, it is a share of the weight from ``least`` on.
+    """
+    nothing, by_mass = tl.full([], -float("inf"), tl.float32), top_p < 1
     winner = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
     strict, is_kept, is_checked = lower != lower, lower != lower, lower <= least
     while is_kept == 0:
         first, second = draw_from(row, listed, lower, strict, True, C)
-        above, above_second, total = weights_from(row, listed, first.score, second.score, lower, by_mass, C)
-        if is_checked | (total >= wanted):
-            winner, is_kept, is_checked = first, is_kept == is_kept, is_kept == is_kept
-            if above >= wanted:
+        # The winner is at most 23 below the largest score, as much as noise can add, so no weight overflows.
+        base = tl.where(total > 0, row.largest, first.score)
+        above, above_second, reached, every = weights_from(
+            row, listed, first.score, second.score, tl.where(is_checked, least, lower), base, by_mass, C
+        )  # fmt: skip
+        every = tl.where(least > -float("inf"), reached, every)
+        wanted = tl.where(by_mass, tl.where(total > 0, total, every) * top_p, top_k.to(tl.float32))
+        if is_checked | (reached >= wanted):
+            winner, is_kept, is_checked = first, (above >= wanted) == 0, is_kept == is_kept
+            if is_kept == 0:
                 winner, is_kept = second, above_second < wanted
+            # Nothing is better than the best, also if it is not a number, or if all are excluded.
+            if above == 0:
+                winner, is_kept = first, is_checked
             # What is not kept is a bound for what is, so most of the mass is left out at each time.
             lower, strict = tl.maximum(first.score, second.score), is_kept == 0
         else:
@@ -578,39 +594,38 @@ def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
 def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
     """Return the winner among the scores that the filters keep."""
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
-    filters, both = (top_k > 0) | (top_p < 1), (top_k > 0) & (top_p < 1)
-    largest, total, least = any_score, any_score, any_score
-    nothing = tl.full([C.BLOCK], -float("inf"), tl.float32)
-    best = nothing
-    if filters | (min_p > 0):
-        largest, best, total = survey(row, adjusted, top_p < 1, C)
-        filters &= tl.abs(largest) < float("inf")  # an infinite score wins without filters
+    least = any_score
+    if min_p > 0:
+        largest = largest_of(row, adjusted, C)
         least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
-    row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
-    if filters:
-        if by_mass & (min_p > 0):
-            _, _, total = weights_from(row, adjusted, least, least, least, True, C)
-        lower, are_many = estimate(row, best, adjusted, total, top_k, top_p, C)
-        lower, wanted = tl.maximum(lower, least), tl.where(by_mass, total * top_p, top_k.to(tl.float32))
-        listed = adjusted
+    if (top_k > 0) | (top_p < 1):
+        largest, lower, are_many = estimate(row, adjusted, top_k, top_p, C)
+        # Weights are relative to a score of which the largest is mostly 75 or less above, and no sum is inf.
+        row = Row(row.logits, row.vocab_size, row.scale, largest + 60, row.greedy, row.key)
+        total, listed = tl.full([], 0, tl.float32), adjusted
+        if by_mass & (min_p > 0):  # top-p is a share of what min-p keeps
+            lower, are_many = least, by_mass
+        lower = tl.maximum(lower, least)
         if are_many == 0:
-            count = list_from(row, adjusted, lower, C)
+            count, total = list_from(row, adjusted, lower, by_mass, C)
             listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
-            enough = weight_of_listed(listed, lower, row, by_mass, C) >= wanted
-            are_many = (count > C.LISTED) | ((enough | (lower <= least)) == 0)
+            reached = read_listed(row, listed, adjusted.count, lower, by_mass, C)
+            enough = reached >= tl.where(by_mass, total * top_p, top_k.to(tl.float32))
+            are_many = (count > C.LISTED) | (((enough & (total < float("inf"))) | (lower <= least)) == 0)
             lower = tl.where(are_many, least, lower)
         # Either the list is all that is drawn from, or the row is, with what the list had before.
         left = tl.where(are_many, row.vocab_size, 0)
-        row = Row(row.logits, left, row.scale, largest, row.greedy, row.key)
+        row = Row(row.logits, left, row.scale, row.largest, row.greedy, row.key)
         listed = Scores(adjusted.scores, adjusted.tokens, tl.where(are_many, adjusted.count, listed.count))
         least = tl.where(are_many, least, lower)
-        if both:  # top-p is a share of what top-k keeps
+        if (top_k > 0) & (top_p < 1):  # top-p is a share of what top-k keeps
+            nothing = tl.full([C.BLOCK], -float("inf"), tl.float32)
+            wanted = top_k.to(tl.float32)
             kth = largest_threshold(nothing, row, left, listed, least, wanted, False, 16, C)
             least = tl.maximum(least, kth)
             lower = least
-            _, _, total = weights_from(row, listed, lower, lower, lower, True, C)
-            wanted, by_mass = total * top_p, top_p < 1
-        winner = draw_kept(row, listed, lower, least, wanted, by_mass, C)
+        total = tl.where(by_mass & (are_many == 0) & (total < float("inf")), total, 0.0)
+        winner = draw_kept(row, listed, lower, least, total, top_k, top_p, C)
     else:
         winner, _ = draw_from(row, adjusted, least, False, False, C)
     return winner

@@ -1,10 +1,9 @@
 """Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
-:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once
-without filters, and mostly two or three times with them::
+:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once,
+and twice if top-p keeps many of its tokens. min-p needs one read more, for the largest score::
 
-    survey      the largest score of each lane, and the total probability
-    estimate    a bound that all kept scores probably reach
+    estimate    one random score of each lane: a bound that all kept scores probably reach
     few reach it:     list_from           list them, and read the list instead of the row from here on
                       draw_from           the best two of them, with noise
                       weights_from        is one of the two kept? If not, draw again among better scores
@@ -12,18 +11,13 @@ without filters, and mostly two or three times with them::
 A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
 than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
 about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
-tokens, so they take part in the next draw. Of a flat row, 2 of 100 winners are not kept. The second best is
+tokens, so they take part in the next draw. Of a flat row, 3 of 100 winners are not kept. The second best is
 therefore drawn and checked too: with hundreds of rows, some row would mostly have to be read twice more.
 
-The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
-distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random
-score of each lane, to four standard deviations. If the bound was too high, a draw is repeated without it.
-Sums have a fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw
-does not depend on the batch.
-
-On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 53 us, and filters 7 to 33 us more. It takes
-longer if top-p keeps tens of thousands of tokens of a flat row (91 us), with top-k of 5,000 (88 to 300 us),
-and with rows of all kinds in one batch (77 to 185 us).
+The bound is four standard deviations below what the random scores say. A peaked row's few likely tokens are
+mostly not among them. Then many more tokens are listed than seem to be kept, and the row's total weight is
+summed on the way. If a bound was too high, the draw is repeated without it. Sums have a fixed order, and the
+noise is a hash of the request's seed, the position and the token, so a draw does not depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -51,6 +45,9 @@ HIGHEST_KEY = tl.constexpr(0xFF800000)
 """Keys of -inf and inf (:func:`key_of`)."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32."""
+UNROLLED = tl.constexpr(3)
+"""Tiles whose loads are issued together, where no lane waits for another one. Copies of tiles to shared memory,
+as below, would take 40 more instructions a tile, for their masks and barriers. With four tiles, numbers spill."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
 bfloat16, about what an H200's memory delivers to it within a latency. With one tile on its way, and one
@@ -397,7 +394,7 @@ def largest_of(row, listed, C: tl.constexpr):
     """Return the largest score of a row and a list, inf for NaN."""
     BLOCK: tl.constexpr = C.BLOCK
     most = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, loop_unroll_factor=UNROLLED):
         most = larger(most, load_scores(row, first, C))
     for first in range(0, listed.count, C.BLOCK):
         most = larger(most, load_listed(listed, first, C))
@@ -467,7 +464,7 @@ def append(listed, count, begin, marks, C: tl.constexpr):
 
 
 @triton.jit
-def list_from(row, listed, lower, by_mass, C: tl.constexpr):
+def list_from(row, listed, lower, C: tl.constexpr):
     """Append the tokens of scores from ``lower`` on, and of NaN, to a list.
 
     Returns the list's length, of which C.LISTED are in memory, and by mass the total weight of row and list.
@@ -481,12 +478,11 @@ def list_from(row, listed, lower, by_mass, C: tl.constexpr):
         # To compute them for each tile would take more instructions than all else.
         marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
         end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
-        for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
+        for first in tl.range(begin, end, C.BLOCK, loop_unroll_factor=UNROLLED):
             scores = load_scores(row, first, C)
             marks |= tl.where(scores < lower, 0, bit)
             bit <<= 1
-            if by_mass:
-                total += tl.exp2(scores * LOG2E - row.largest * LOG2E)
+            total += tl.exp2(scores * LOG2E - row.largest * LOG2E)
         count = append(listed, count, begin, marks, C)
     tl.debug_barrier()  # other threads read the list
     return count, tl.sum(total, 0)
@@ -540,7 +536,7 @@ def weights_from(row, listed, one, two, lower, base, by_mass, C: tl.constexpr):
     above_one, above_two, reached, total = nothing, nothing, nothing, nothing
     factor = tl.where(by_mass, LOG2E, 0.0)
     offset = tl.where(by_mass, base * LOG2E, 0.0)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, loop_unroll_factor=UNROLLED):
         scores = load_scores(row, first, C)
         weights = tl.exp2(scores * factor - offset)
         above_one += tl.where(scores > one, weights, 0.0)
@@ -607,7 +603,7 @@ def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
             lower, are_many = least, by_mass
         lower = tl.maximum(lower, least)
         if are_many == 0:
-            count, total = list_from(row, adjusted, lower, by_mass, C)
+            count, total = list_from(row, adjusted, lower, C)
             listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
             reached = read_listed(row, listed, adjusted.count, lower, by_mass, C)
             enough = reached >= tl.where(by_mass, total * top_p, top_k.to(tl.float32))
@@ -618,10 +614,12 @@ def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
         row = Row(row.logits, left, row.scale, row.largest, row.greedy, row.key)
         listed = Scores(adjusted.scores, adjusted.tokens, tl.where(are_many, adjusted.count, listed.count))
         least = tl.where(are_many, least, lower)
-        if (top_k > 0) & (top_p < 1):  # top-p is a share of what top-k keeps
-            nothing = tl.full([C.BLOCK], -float("inf"), tl.float32)
+        # top-p is a share of what top-k keeps. Of few kept tokens, most draws of a flat row would be in vain.
+        both = (top_k > 0) & (top_p < 1)
+        if both | ((top_k > 0) & (listed.count > 4 * top_k)):
+            nothing, digits = tl.full([C.BLOCK], -float("inf"), tl.float32), tl.where(both, 16, 8)
             wanted = top_k.to(tl.float32)
-            kth = largest_threshold(nothing, row, left, listed, least, wanted, False, 16, C)
+            kth = largest_threshold(nothing, row, left, listed, least, wanted, False, digits, C)
             least = tl.maximum(least, kth)
             lower = least
         total = tl.where(by_mass & (are_many == 0) & (total < float("inf")), total, 0.0)

@@ -46,8 +46,9 @@ HIGHEST_KEY = tl.constexpr(0xFF800000)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32."""
 UNROLLED = tl.constexpr(3)
-"""Tiles whose loads are issued together, where no lane waits for another one. Copies of tiles to shared memory,
-as below, would take 40 more instructions a tile, for their masks and barriers. With four tiles, numbers spill."""
+"""Tiles whose loads are issued together, where no lane waits for another one. Copies of tiles to shared
+memory, as below, would take 40 more instructions a tile, for their masks and barriers. With four tiles, more
+numbers would be spilled."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
 bfloat16, about what an H200's memory delivers to it within a latency. With one tile on its way, and one
@@ -420,7 +421,8 @@ def estimate(row, listed, top_k, top_p, C: tl.constexpr):
     random = load_scores(row, chosen, C)
     count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
     share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
-    row = Row(row.logits, row.vocab_size, row.scale, tl.maximum(tl.max(random, 0), -1e30), row.greedy, row.key)
+    largest = tl.maximum(tl.max(random, 0), -1e30)
+    row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
     above, any_score = top_k.to(tl.float32) * share, tl.full([], -float("inf"), tl.float32)
     unit, variance, is_flat = tl.full([], 1, tl.float32), above, top_k < 0
     none, reached = Scores(listed.scores, listed.tokens, top_k * 0), unit
@@ -429,7 +431,7 @@ def estimate(row, listed, top_k, top_p, C: tl.constexpr):
         total, squares = tl.sum(weights, 0), tl.sum(weights * weights, 0)
         above, below = total * top_p, total * (1 - top_p)
         found = largest_threshold(random, row, none.count, none, any_score, above, True, 8, C)
-        unit, reached = tl.exp(found - row.largest), weight_of(random, found, row, False)
+        unit, reached = tl.exp(found - largest), weight_of(random, found, row, False)
         # Both the weight below the threshold and the total are estimates.
         variance = below * unit + (1 - top_p) * (1 - top_p) * squares
         is_flat = (reached <= C.BLOCK // 64) == 0
@@ -439,7 +441,7 @@ def estimate(row, listed, top_k, top_p, C: tl.constexpr):
         above = 4 * reached + 16
     lower = largest_threshold(random, row, none.count, none, any_score, above, is_flat, 8, C)
     reached = weight_of(random, lower, row, False)
-    return row.largest, lower, is_flat | (reached + 4 * tl.sqrt(reached) > (C.LISTED - listed.count) * share)
+    return largest, lower, is_flat | (reached + 4 * tl.sqrt(reached) > (C.LISTED - listed.count) * share)
 
 
 @triton.jit
@@ -490,7 +492,10 @@ def list_from(row, listed, lower, C: tl.constexpr):
 
 @triton.jit
 def read_listed(row, listed, num_known, lower, by_mass, C: tl.constexpr):
-    """Read the scores of listed tokens after the first ``num_known``. Return their weight from ``lower`` on."""
+    """Read the scores of all listed tokens but the first ``num_known``, which are in memory.
+
+    Returns the total weight of the list's scores from ``lower`` on.
+    """
     BLOCK: tl.constexpr = C.BLOCK
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, listed.count, C.BLOCK):
@@ -557,8 +562,9 @@ def weights_from(row, listed, one, two, lower, base, by_mass, C: tl.constexpr):
 def draw_kept(row, listed, lower, least, total, top_k, top_p, C: tl.constexpr):
     """Draw among the scores of a row and a list that top-p, or without it top-k, keeps.
 
-    All of these scores are at least ``least``, and probably at least ``lower``. top-p is a share of ``total``,
-    which is relative to ``row.largest``. If ``total`` is 0, it is a share of the weight from ``least`` on.
+    All of these scores are at least ``least``, and probably at least ``lower``. top-p is a share of
+    ``total``, which is relative to ``row.largest``. If ``total`` is 0, it is a share of the weight that the
+    row and the list have from ``least`` on.
     """
     nothing, by_mass = tl.full([], -float("inf"), tl.float32), top_p < 1
     winner = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))

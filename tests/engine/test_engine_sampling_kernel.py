@@ -160,7 +160,7 @@ def test_a_list_without_room_is_replaced_by_a_search(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "given", "is_listed"),
     [("flat", {"top_k": 5}, True), ("flat", {"top_k": 300}, True), ("flat", {"top_k": 1500}, False),
-     ("flat", {"top_p": 0.9}, False), ("peaked", {"top_p": 0.9}, True)],
+     ("flat", {"top_p": 0.9}, False), ("peaked", {"top_p": 0.3}, True)],
 )  # fmt: skip
 def test_only_lists_of_few_tokens_replace_the_row(monkeypatch, shape, given, is_listed):
     from flashtile.engine import sampling
@@ -233,6 +233,21 @@ def test_changed_logits_are_drawn_on_a_gpu():
 @pytest.mark.interpreter
 def test_bad_logits_win():
     check_bad_logits("cpu", 50)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("given", [{"top_k": 3}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.3}])
+def test_a_bad_logit_is_listed(monkeypatch, given):
+    from flashtile.engine.sampling import sample
+
+    with_small_tiles(monkeypatch, 64, 512)
+    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)) * 5
+    logits[0, 333], logits[1, 444] = torch.nan, torch.inf
+    ones = torch.ones(2)
+    top_k, top_p = ones.long() * given.get("top_k", 0), ones * given.get("top_p", 1)
+    positions = torch.zeros(2, dtype=torch.int32)
+    found, _ = sample(logits, ones, top_k, top_p, ones * 0, ones.long(), positions, True)
+    assert found.tolist() == [333, 444]
 
 
 @pytest.mark.interpreter

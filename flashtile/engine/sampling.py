@@ -613,7 +613,8 @@ def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
             listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
             reached = read_listed(row, listed, adjusted.count, lower, by_mass, C)
             enough = reached >= tl.where(by_mass, total * top_p, top_k.to(tl.float32))
-            are_many = (count > C.LISTED) | (((enough & (total < float("inf"))) | (lower <= least)) == 0)
+            enough &= (by_mass == 0) | (total < float("inf"))
+            are_many = (count > C.LISTED) | ((enough | (lower <= least)) == 0)
             lower = tl.where(are_many, least, lower)
         # Either the list is all that is drawn from, or the row is, with what the list had before.
         left = tl.where(are_many, row.vocab_size, 0)

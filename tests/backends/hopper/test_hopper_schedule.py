@@ -334,12 +334,12 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
 @walk(
     ("keys", "right", "columns"),
     [
-        (319, -1, 128),
-        (320, -1, 96),
+        (4095, -1, 128),
+        (4096, -1, 96),
         (2**20, -1, 96),
         (2, 0, 96),
-        (8191, 0, 96),
-        (8192, 0, 128),
+        (4095, 0, 96),
+        (4096, 0, 128),
     ],
 )
 def test_columns_of_tiles_up_to_96_depend_on_the_keys(keys: int, right: int, columns: int) -> None:

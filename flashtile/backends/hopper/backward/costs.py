@@ -195,7 +195,8 @@ SHORT = 1024
 ENOUGH_ROUNDS = 16
 """With this many work tiles per program, all programs end at about the same time. It is twice the number of
 the forward, since a work tile has all query heads of a group. 4 x 4096 with 64 heads on 8 of 128 makes 7.8
-rounds: with rows divided in two it took 4900 us instead of 5395 (estimated 4795 and 4987)."""
+rounds: with rows divided in two it took 4900 us instead of 5395, and 5276 instead of 5751 on another card
+(estimated 4795 and 4987)."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -278,7 +279,10 @@ def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardCo
 
     Others are variants of each of ``configs``: its splits, and room in ``dq_accum`` for all heads. Of those
     that take nearly the least time, it is the one with the fewest parts, and with equal numbers of parts the
-    one that divides heads rather than rows. Work tiles that make ENOUGH_ROUNDS are not divided further.
+    one that divides heads rather than rows. Where rows of dense sequences leave the L2 cache, two parts
+    divide rows: 0.89 of the whole instead of 0.93 (8 x 2048, 64 heads on 8 of 128), 0.92 instead of 0.94
+    (4 x 4096), 0.97 instead of 0.98 (1 x 16384, 16 on 2). Work tiles that make ENOUGH_ROUNDS are not divided
+    further.
     """
     first = configs[0]  # the table's, which stays unless another should clearly be faster
     if not (problem.batch and problem.total_q and problem.total_k):
@@ -295,7 +299,12 @@ def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardCo
     if least >= WORTHWHILE * whole:
         return first
     near = [config for config in choices if times.get(config, math.inf) <= EQUAL * least]
-    return min(near, key=lambda config: (config.parts, config.ROW_SPLITS))
+    by_rows = not problem.varlen and cache_misses(problem, first) > 1
+
+    def preference(config: BackwardConfig) -> tuple[int, int]:
+        return config.parts, config.HEAD_SPLITS if by_rows and config.parts == 2 else config.ROW_SPLITS
+
+    return min(near, key=preference)
 
 
 def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[BackwardConfig]:

@@ -240,13 +240,14 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     # and no difference with one round of pairs. Times of one kernel vary by up to 5 %.
     (192, 128, True): ((ANY_LENGTH, _D192_N128),),
     (96, 96, False): (
-        (320, None),  # tiles of 128 columns, whose blocks of 64 keys are better filled
-        (4096, _D96_N128_PING_PONG),  # not measured; without ping-pong 0.868 to 1.002
+        # Tiles of 128 columns. 96 columns were 0.868 to 1.002 for short sequences, and 0.914 to 1.057 with
+        # ping-pong: images at head_dim 72 lose what those at 80 and 96 gain.
+        (4096, None),
         (ANY_LENGTH, _D96_N128),  # S 4096, D 80: 1.081
     ),
     (96, 96, True): (
-        (8192, _D96_N128_PING_PONG),  # S 2000, D 80 and 96: 1.065, 1.030; not measured from S 4096 on
-        (ANY_LENGTH, None),
+        (4096, _D96_N128_PING_PONG),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
+        (ANY_LENGTH, None),  # with ping-pong, S 4096, D 96: 0.983, S 6000, D 80: 0.981; windows gain 1 to 5 %
     ),
     (160, 160, False): ((ANY_LENGTH, _D160_N128),),  # five boxes of 32 columns: S 4096 1.200
     (160, 160, True): ((ANY_LENGTH, _D160_N128),),  # S 2000, D 144 1.536, D 160 1.333 with the queue

@@ -40,11 +40,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.suite.documents import source_commit
-from benchmarks.suite.engine_bench import SERVED, lengths, tokens, write_model
+from benchmarks.suite.engine_bench import SERVED, sharegpt_lengths, tokens, write_model
 from flashtile.hardware import machine
 
 CONTESTANTS = "flashtile,FLASH_ATTN,CUSTOM,CUSTOM+cascade"
 WORKLOADS = "32x8x1024,8x16x4096,256x1x1024,32x8x1024x512,requests1000,greedy1000,prompts32x8000,steps64"
+WORKLOAD = re.compile(r"(requests|greedy|steps)\d+|prompts\d+x\d+|\d+x\d+x\d+(x\d+)?")
 Answers = list[list[list[int]]]
 Generate = Callable[[list[list[int]], list[dict[str, Any]]], Answers]
 
@@ -83,24 +84,20 @@ def vllm_engine(folder: Path, options: argparse.Namespace, backend: str) -> Gene
 
 def requests(workload: str, vocab_size: int, new: int, turn: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Return (prompt, sampling parameters) of each request; each turn has other prompts of equal lengths."""
-    found = re.fullmatch(r"(requests|greedy|prompts)?(\d+)(?:x(\d+))?(?:x(\d+))?(?:x(\d+))?", workload)
-    if found is None:
-        raise ValueError(f"--workloads must be as in the help, got {workload!r}")
-    kind, count, *more = found[1], int(found[2]), *(int(number or 0) for number in found.groups()[2:])
+    kind, (count, *more) = workload.rstrip("0123456789x"), map(int, re.findall(r"\d+", workload))
     draw = random.Random(f"{workload} {turn}")  # no prompt of another workload is in the prefix cache
     seeds = [draw.randrange(2**32) for _ in range(count + 1)]
     if kind == "prompts":
         return [
             (tokens(more[0], vocab_size, seed), {"temperature": 0, "max_tokens": 64}) for seed in seeds[1:]
         ]
-    if kind is not None:
-        drawn = zip(lengths(count, 161, 2048, 1), lengths(count, 338, 2048, 2), seeds, strict=False)
+    if kind:
         heat = float(kind == "requests")
         return [
             (tokens(length, vocab_size, seed), {"temperature": heat, "max_tokens": answer})
-            for length, answer, seed in drawn
+            for length, answer, seed in zip(*sharegpt_lengths(count), seeds[1:], strict=True)
         ]
-    answers, length, common = more
+    answers, length, common = (*more, 0)[:3]
     system = tokens(common, vocab_size, seeds[0])
     params = {"n": answers, "temperature": 1.0, "seed": turn, "max_tokens": new}
     return [(system + tokens(length - common, vocab_size, seed), params) for seed in seeds[1:]]
@@ -173,6 +170,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for workload in options.workloads.split(","):
+        if not WORKLOAD.fullmatch(workload):
+            parser.error(f"--workloads must be like those above, got {workload!r}")
     if options.engine is not None:
         run(options)
         return

@@ -97,6 +97,11 @@ def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
     return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
 
+def sharegpt_lengths(count: int) -> tuple[list[int], list[int]]:
+    """Return the lengths of ``count`` prompts, 161 tokens on average, and of their answers, 338."""
+    return lengths(count, 161, 2048, 1), lengths(count, 338, 2048, 2)
+
+
 @dataclass(frozen=True)
 class EngineWorkload:
     """A workload of an engine: decoding steps, or requests of different lengths.
@@ -122,11 +127,12 @@ class EngineWorkload:
 
     def requests(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
         """Return (prompts as token ids, number of new tokens of each answer)."""
+        counts, answers = sharegpt_lengths(self.batch)
         if self.context:
             counts = [self.context - self.steps // 2] * self.batch
-        else:
-            counts = lengths(self.batch, 161 if self.model != SMALL_MODEL else 12, 2048, 1)
-        answers = [self.steps] * self.batch if self.steps else lengths(self.batch, 338, 2048, 2)
+        elif self.model == SMALL_MODEL:
+            counts = lengths(self.batch, 12, 2048, 1)
+        answers = [self.steps] * self.batch if self.steps else answers
         return [tokens(count, vocab_size, seed) for seed, count in enumerate(counts)], answers
 
 

@@ -265,7 +265,7 @@ def attention(
     out, lse, found = _attend(q, k, v, descales if in_e4m3 else None, extras, options, buffers)
     if form is not None:
         found += (weights_of(q, k, lse, extras, options, form),)
-    return _result(out, lse, found, return_lse)
+    return _result(out, lse, found, return_lse) if found or return_lse else out
 
 
 def flash_attn_func(

@@ -156,6 +156,26 @@ def test_a_list_without_room_is_replaced_by_a_search(monkeypatch):
     check_filters("cpu", len(FILTERS), 1000, ["flat"])
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("shape", "given", "is_listed"),
+    [("flat", {"top_k": 5}, True), ("flat", {"top_k": 300}, True), ("flat", {"top_k": 1500}, False),
+     ("flat", {"top_p": 0.9}, False), ("peaked", {"top_p": 0.9}, True)],
+)  # fmt: skip
+def test_only_lists_of_few_tokens_replace_the_row(monkeypatch, shape, given, is_listed):
+    from flashtile.engine import sampling
+
+    drawn, listed, draw, fill = [], [], sampling.draw_from.fn, sampling.list_from.fn
+    monkeypatch.setattr(
+        sampling, "draw_from", lambda row, *rest: (drawn.append(int(row.vocab_size)), draw(row, *rest))[1]
+    )
+    monkeypatch.setattr(sampling, "list_from", lambda *rest: (listed.append(1), fill(*rest))[1])
+    with_small_tiles(monkeypatch, 256, 1024)
+    monkeypatch.setitem(globals(), "FILTERS", [given])
+    check_filters("cpu", 2, 2000, [shape])
+    assert (len(listed), set(drawn)) == ((2, {0}) if is_listed else (0, {2000}))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_every_filter_keeps_what_a_sort_keeps_on_a_gpu():

@@ -44,7 +44,7 @@ def decoding(append: bool = False, rotary: bool = False) -> dict[str, Any]:
 
 def test_attention() -> None:
     q = torch.randn(1, 64, 2, 64)
-    assert functions_called(lambda: flashtile.attention(q, q, q, causal=True)) < 60
+    assert functions_called(lambda: flashtile.attention(q, q, q, causal=True)) < 58
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,12 @@ HIGHEST_KEY = tl.constexpr(0xFF800000)
 """Keys of -inf and inf (:func:`key_of`)."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32."""
+LEAST_TOP_P = tl.constexpr(1e-30)
+"""A top-p that float32 rounds to 0 is taken as this. So the largest score, which has no weight above it, is
+always kept: otherwise the draw would not end."""
+HUGE = tl.constexpr(536870912.0)
+"""2^29. Scores that large differ by 0 or by at least 32, and noise lies between -2.9 and 22.9. So only the
+largest score of such a row can be drawn, and the row needs no filters, whose exponentials could overflow."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
 bfloat16, about what an H200's memory delivers to it within a latency. With one tile on its way, and one
@@ -398,7 +404,10 @@ def may_win(leaders, row, scores, bits, lowest, SECOND: tl.constexpr):
     most = tl.where(row.greedy, 0.0, (32.001 + 127) * 0.69314718056)
     slope = tl.where(row.greedy, 0.0, 0.69314718056 / 8388608)
     # One minimum instead of two conditions: comparisons and choices take most of the time.
-    lead = tl.minimum(scores - logs * slope - (noisy - most), scores - tl.maximum(lowest, LOWEST))
+    # A score is a product that the compiler does not round in a difference, so that a score equal to
+    # ``lowest`` may seem to be below it, by an error of 2^-24.
+    below = tl.maximum(lowest - tl.abs(lowest) * (1.0 / 4194304), LOWEST)
+    lead = tl.minimum(scores - logs * slope - (noisy - most), scores - below)
     # NaN, as a score, may win, and so may a tie, because lists are in no order.
     return (tl.reduce(lead, 0, larger) < 0) == 0
 
@@ -414,21 +423,22 @@ def survey(row, listed, by_mass, C: tl.constexpr):
     # exponentials could overflow, and the row is read again.
     base = tl.maximum(tl.max(load_scores(row, 0, C), 0), -1e30) + 60
     largest, reads = tl.full([], -float("inf"), tl.float32), tl.full([], 1, tl.int32)
+    exponent = base
     while reads > 0:
-        total = tl.zeros([BLOCK], tl.float32)
+        total, exponent = tl.zeros([BLOCK], tl.float32), base * LOG2E
         for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
             most = larger(most, scores)
             if by_mass:
-                total += tl.exp2(scores * LOG2E - base * LOG2E)
+                total += tl.exp2(tl.fma(scores, LOG2E, -exponent))
         for first in range(0, listed.count, C.BLOCK):
             scores = load_listed(listed, first, C)
-            most = tl.maximum(most, scores)
-            total += tl.exp2(scores * LOG2E - base * LOG2E)
+            most = larger(most, scores)
+            total += tl.exp2(tl.fma(scores, LOG2E, -exponent))
         largest = tl.max(tl.where(most == most, most, float("inf")), 0)
         reads = (by_mass & (largest > base + 75)).to(tl.int32)
         base = tl.where(reads > 0, largest, base)
-    return largest, most, tl.sum(total, 0) * tl.exp2((base - largest) * LOG2E)
+    return largest, most, tl.sum(total, 0) * tl.exp2(tl.fma(-largest, LOG2E, exponent))
 
 
 @triton.jit
@@ -536,13 +546,17 @@ def weights_from(row, listed, one, two, lower, by_mass, C: tl.constexpr):
     BLOCK: tl.constexpr = C.BLOCK
     nothing = tl.zeros([BLOCK], tl.float32)
     above_one, above_two, total = nothing, nothing, nothing
-    base = tl.where(by_mass, LOG2E, 0.0)
+    base, lower = tl.where(by_mass, LOG2E, 0.0), tl.maximum(lower, LOWEST)  # -inf has no weight
+    exponent = row.largest * base
     for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
         scores = load_scores(row, first, C)
-        weights = tl.exp2(scores * base - row.largest * base)
+        weights = tl.exp2(tl.fma(scores, base, -exponent))
         above_one += tl.where(scores > one, weights, 0.0)
         above_two += tl.where(scores > two, weights, 0.0)
         total += tl.where(scores >= lower, weights, 0.0)
+    # The exponent was rounded, by 0.06 with a score of 1e6.
+    unit = tl.exp2(tl.fma(-row.largest, base, exponent))
+    above_one, above_two, total = above_one * unit, above_two * unit, total * unit
     for first in range(0, listed.count, C.BLOCK):
         scores = load_listed(listed, first, C)
         weights = weights_of(scores, lower, row.largest, by_mass)
@@ -585,7 +599,7 @@ def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
     best = nothing
     if filters | (min_p > 0):
         largest, best, total = survey(row, adjusted, top_p < 1, C)
-        filters &= tl.abs(largest) < float("inf")  # an infinite score wins without filters
+        filters &= tl.abs(largest) < HUGE
         least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
     row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
     if filters:
@@ -663,7 +677,7 @@ def sample_kernel(
     if C.FILTERED:
         top_k = tl.load(top_k_ptr + at)
         top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
-        top_p = tl.load(top_p_ptr + at)
+        top_p = tl.maximum(tl.load(top_p_ptr + at), LEAST_TOP_P)
         min_p = tl.load(min_p_ptr + at)
         winner = sample_filtered(row, adjusted, top_k, top_p, min_p, C)
     else:

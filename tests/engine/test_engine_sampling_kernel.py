@@ -236,6 +236,36 @@ def test_bad_logits_win():
     check_bad_logits("cpu", 50)
 
 
+# Calls of fuzz.sampling.draws. Only the first failed in Triton's interpreter, where the maximum of NaN is
+# NaN, and products are rounded before they are subtracted.
+FOUND = [
+    {"top_p": (1e-60,)},  # 0 as float32: the draw did not end
+    {"top_p": (0.9,), "min_p": (0.0, 0.1), "shape": "bad"},  # exponents of 3e38 overflow: it did not end
+    {"top_k": (7,), "shape": "bad", "adjusted": True},  # the list hid the row's NaN
+    {"temperature": (0.3, 5.0), "min_p": (1.0,)},  # the best score seemed to be below itself
+]  # fmt: skip
+
+
+def check_found(device: str, given: dict) -> None:
+    from fuzz.sampling import draws
+
+    for seed in range(4 if device == "cuda" else 1):
+        draws(16, 300, seed, device, **given)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("given", FOUND[:1])
+def test_a_draw_that_a_random_call_found(given):
+    check_found("cpu", given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("given", FOUND, ids=["top_p", "bad", "adjusted", "min_p"])
+def test_a_draw_that_a_random_call_found_on_a_gpu(given):
+    check_found("cuda", given)
+
+
 @pytest.mark.interpreter
 def test_rows_without_tokens_have_no_score():
     from flashtile.engine.sampling import sample

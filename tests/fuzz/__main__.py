@@ -2,12 +2,14 @@
 
 With several jobs, and on a GPU, calls run in processes of their own. A launch that fails on a GPU makes every later call
 of its process fail, so such a process is replaced by one with another seed. Its last calls are then repeated one by one
-in a fresh process, to name the call.
+in a fresh process, to name the call. A kernel that does not end cannot be interrupted, so its process is ended, and the
+call is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import random
@@ -23,6 +25,10 @@ import torch
 from fuzz import FAMILIES, runner
 
 WAIT_SECONDS = 900.0
+STUCK_SECONDS = 150.0
+"""So long may pass on a GPU, kernels compiled and the call made smaller, until the next call begins."""
+STUCK = 4
+"""Code of a process that was ended because of that."""
 POISONED = 3
 """Exit code of a process whose GPU has failed."""
 NEXT_SEED = 1_000_003
@@ -95,10 +101,16 @@ def supervise(options: argparse.Namespace, seed: int) -> int:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "calls")
             log.touch()
-            found = started(*own, "--seconds", str(seconds), "--seed", str(seed), "--log", str(log))
+            arguments = *own, "--seconds", str(seconds), "--seed", str(seed), "--log", str(log)
+            found = started(*arguments, log=None if options.device == "cpu" else log)
             if found in (0, 1):
                 return max(code, found)
             code = 1
+            if found == STUCK:
+                print_call(log.read_text().splitlines()[-1], options.device)
+                print(f"fuzz: this call has not ended after {STUCK_SECONDS:g} s", flush=True)
+                seed += NEXT_SEED
+                continue
             print(
                 f"fuzz: a process has ended with code {found} (seed {seed}); its last calls again:",
                 flush=True,
@@ -108,9 +120,17 @@ def supervise(options: argparse.Namespace, seed: int) -> int:
     return code
 
 
-def started(*arguments: str, **environment: str) -> int:
+def started(*arguments: str, log: Path | None = None, **environment: str) -> int:
+    """Run this command in a process. Return its code, or STUCK if ``log`` has got no new line for STUCK_SECONDS."""
     command = [sys.executable, "-m", "fuzz", *arguments]
-    return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
+    with subprocess.Popen(command, env={**os.environ, **environment}) as process:
+        while log is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(STUCK_SECONDS / 30)
+            if time.time() - log.stat().st_mtime > STUCK_SECONDS:
+                process.kill()
+                return STUCK
+        return process.wait()
 
 
 def repeat_last(log: Path, device: str) -> None:
@@ -123,12 +143,18 @@ def repeat_last(log: Path, device: str) -> None:
     print(f"fuzz: the last {len(last)} calls do not fail again", flush=True)
 
 
+def print_call(line: str, device: str) -> runner.Call:
+    """Print and return the call of a line of a log: seed, family, number."""
+    seed, family, number = line.split()
+    call = runner.drawn_call(FAMILIES[family](), int(seed), family, int(number), device)
+    print(f"\n--- {family}, call {number} of seed {seed}\n{call}\n", flush=True)
+    return call
+
+
 def repeat(calls: Path, device: str) -> int:
     """Run the calls of a log. If the process dies, the call that was printed last is the one that failed."""
     for line in calls.read_text().splitlines():
-        seed, family, number = line.split()
-        call = runner.drawn_call(FAMILIES[family](), int(seed), family, int(number), device)
-        print(f"\n--- {family}, call {number} of seed {seed}\n{call}\n", flush=True)
+        call = print_call(line, device)
         try:
             runner.failure(call)
         except runner.Lacking:

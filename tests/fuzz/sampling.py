@@ -71,7 +71,7 @@ def bounds(scores: Tensor, choice: sampler.Choice, slack: float) -> Tensor:
     last = torch.where(top_k == 0, order.shape[1], top_k.clamp(max=order.shape[1])).long() - 1
     weights = torch.where(order >= order.gather(1, last), weights, 0.0)
     better = torch.nn.functional.pad(weights.cumsum(1), (1, 0)).gather(1, place)
-    unreached = better < top_p * weights.sum(1, keepdim=True) * (1 + slack)
+    unreached = (better == 0) | (better < top_p * weights.sum(1, keepdim=True) * (1 + slack))
     return kept & (unreached | (top_p >= 1)) & (scores > -torch.inf)
 
 
@@ -139,7 +139,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         vocab = rng.choice([32000, 128256, 131073])
     values = {
         "temperature": (0.0, 0.3, 1.0, 5.0), "top_k": (0, 1, 7, vocab, vocab + 9, 2**40),
-        "top_p": (1.0, 0.95, 0.5, 1e-6), "min_p": (0.0, 0.3, 1.0),
+        "top_p": (1.0, 0.95, 0.5, 1e-6, 1e-60), "min_p": (0.0, 0.3, 1.0),
     }  # fmt: skip
     options = [
         f"{name}={tuple(rng.choice(of) for _ in range(rng.randint(1, 3)))}"

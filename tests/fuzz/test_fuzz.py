@@ -8,6 +8,7 @@ import importlib
 import itertools
 import random
 import re
+import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -224,7 +225,7 @@ def test_a_process_that_dies_is_replaced_and_its_last_call_named(monkeypatch: py
     """As after a launch that fails on a GPU: alone the call passes, after the calls before it it fails again."""
     begun: list[tuple[str, ...]] = []
 
-    def started(*arguments: str, **environment: str) -> int:
+    def started(*arguments: str, log: Path | None = None, **environment: str) -> int:
         begun.append(arguments)
         given = dict(itertools.pairwise(arguments))
         if "--repeat" in arguments:
@@ -241,6 +242,28 @@ def test_a_process_that_dies_is_replaced_and_its_last_call_named(monkeypatch: py
     options = argparse.Namespace(seconds=60.0, device="cuda", family=["linear"], calls=None)
     assert fuzz.__main__.supervise(options, 7) == 1
     assert ["--repeat" in arguments for arguments in begun] == [False, True, True, False]
+
+
+def test_a_call_that_does_not_end_is_named_and_the_next_seed_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """As with a kernel that does not end: the process is ended from outside. On the CPU, a sleeping one stands for it."""
+    monkeypatch.setattr(fuzz.__main__, "STUCK_SECONDS", 3.0)
+    script = "import sys, time; open(sys.argv[-1], 'a').write('{} linear 1\\n'); time.sleep({})"
+    popen, begun = fuzz.__main__.subprocess.Popen, []
+
+    def process(command: list[str], **given):
+        begun.append(command[command.index("--seed") + 1])
+        return popen(
+            [sys.executable, "-c", script.format(begun[-1], 60 if len(begun) == 1 else 0), command[-1]],
+            **given,
+        )
+
+    monkeypatch.setattr(fuzz.__main__.subprocess, "Popen", process)
+    options = argparse.Namespace(seconds=60.0, device="cuda", family=["linear"], calls=None)
+    assert fuzz.__main__.supervise(options, 7) == 1
+    assert begun == ["7", str(7 + fuzz.__main__.NEXT_SEED)]
+    assert "linear, call 1 of seed 7" in capsys.readouterr().out
 
 
 def test_a_log_names_its_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

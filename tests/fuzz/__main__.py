@@ -107,7 +107,8 @@ def supervise(options: argparse.Namespace, seed: int) -> int:
                 return max(code, found)
             code = 1
             if found == STUCK:
-                print_call(log.read_text().splitlines()[-1], options.device)
+                for line in log.read_text().splitlines()[-1:]:  # none if the process stands still before its first
+                    print_call(line, options.device)
                 print(f"fuzz: this call has not ended after {STUCK_SECONDS:g} s", flush=True)
                 seed += NEXT_SEED
                 continue
@@ -154,9 +155,8 @@ def print_call(line: str, device: str) -> runner.Call:
 def repeat(calls: Path, device: str) -> int:
     """Run the calls of a log. If the process dies, the call that was printed last is the one that failed."""
     for line in calls.read_text().splitlines():
-        call = print_call(line, device)
         try:
-            runner.failure(call)
+            runner.failure(print_call(line, device))
         except runner.Lacking:
             continue
         except runner.Poisoned as error:

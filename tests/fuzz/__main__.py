@@ -107,16 +107,16 @@ def supervise(options: argparse.Namespace, seed: int) -> int:
                 return max(code, found)
             code = 1
             if found == STUCK:
-                for line in log.read_text().splitlines()[-1:]:  # none if the process stands still before its first
-                    print_call(line, options.device)
+                begun = log.read_text().splitlines()
+                if begun:  # otherwise it stood still before its first call
+                    print_call(begun[-1], options.device)
                 print(f"fuzz: this call has not ended after {STUCK_SECONDS:g} s", flush=True)
-                seed += NEXT_SEED
-                continue
-            print(
-                f"fuzz: a process has ended with code {found} (seed {seed}); its last calls again:",
-                flush=True,
-            )
-            repeat_last(log, options.device)
+            else:
+                print(
+                    f"fuzz: a process has ended with code {found} (seed {seed}); its last calls again:",
+                    flush=True,
+                )
+                repeat_last(log, options.device)
         seed += NEXT_SEED
     return code
 

@@ -151,6 +151,7 @@ F = ForwardConfig
 _M128_N128 = F(2, 128, paired_below=4096, QUEUED=True)
 _M128_N64 = F(2, 64)
 _M128_N128_TWO_Q = F(2, 128, Q_STAGES=2)
+_M128_N128_TWO_Q_PING_PONG = replace(_M128_N128_TWO_Q, PING_PONG=True)
 _M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True)
 _M192_N128_FREE = replace(_M192_N128, PING_PONG=False)
 _M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True)
@@ -199,7 +200,10 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     # With 128 keys a warp issues 6.2 instructions a score and thread, with 64 keys 7.6.
     (32, 32, False): (
         (320, _M128_N64_SHARED),
-        (ANY_LENGTH, _M192_N128_FREE),  # not measured
+        # 512 and 1,024 queries fill 89 % of tiles of 192 rows: 152 and 263 us; 128 rows with ping-pong take
+        # 140 and 248. Where 192 divides the queries, 192 rows are 6 % faster (768, 1,152, 1,536 and 1,920).
+        (1025, _M128_N128_TWO_Q_PING_PONG),
+        (ANY_LENGTH, _M192_N128_FREE),  # ping-pong: within 3 %
     ),
     (32, 32, True): (
         (4096, _M128_N64_SHARED),  # two programs share a multiprocessor: 1.157, one 1.048
@@ -270,6 +274,7 @@ _TABLE |= {
 """Unequal head sizes have tiles that fit in shared memory. These configurations were not timed."""
 _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
     _M128_N128_TWO_Q: (_M192_N128, _M64_N128),
+    _M128_N128_TWO_Q_PING_PONG: (_M192_N128_FREE, _M64_N128),
     _M192_N128: (_M128_N128_TWO_Q, _M64_N128),
     _M192_N128_FREE: (_M128_N128_TWO_Q, _M64_N128),
     _M128_N128: (_M64_N128,),
@@ -336,10 +341,19 @@ BETTER_FILLED = 1.15
 larger by this factor."""
 
 
-# (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.
-_BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
-    (64, 64): ((512, _M128_N64_SHARED_LAZY),),  # a window of 128 with packed heads: 1.167, not lazy 1.143
-    (128, 128): ((2048, _M128_N64_LAZY),),  # 1.035; a window of 4096 0.881
+_WINDOWS_OF_128 = (
+    (1024, _M128_N64_LAZY),  # 1.035; with packed documents, 64 keys and a window of 512 1.09 and 1.15
+    (2048, _M128_N128),  # a window of 1024: packed 1.07 to 1.08, dense 1.04, at head_dim 96 1.06 and 1.20
+)
+# (columns of q and k, of v, packed) -> (keys, config), for masks with both edges. Searched before _TABLE.
+_BOTH_EDGES: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
+    # A window of 128 with heads that share tiles: 1.167, not lazy 1.143.
+    (64, 64, False): ((512, _M128_N64_SHARED_LAZY),),
+    # Packed documents end within tiles, so a second program helps: windows of 512 to 4096 1.03 to 1.06 for
+    # seven drawn batches, but 0.92 to 0.98 for dense calls.
+    (64, 64, True): ((4097, _M128_N64_SHARED_LAZY),),
+    (128, 128, False): _WINDOWS_OF_128,
+    (128, 128, True): _WINDOWS_OF_128,
 }
 
 
@@ -437,9 +451,9 @@ def of_tables(problem: Problem) -> ForwardConfig:
         return PARTIAL_Q_WINDOWED if windowed else PARTIAL_Q
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
-        for keys, narrow in _BOTH_EDGES.get(sizes, ()):
+        for keys, own in _BOTH_EDGES.get((*sizes, problem.varlen), ()):
             if seen < keys:
-                return narrow
+                return own
     config = _row(*sizes, windowed, seen)
     assert config is not None
     if config == _M128_N128_LAZY:

@@ -40,10 +40,12 @@ ENOUGH_ROUNDS = 8
 """With this many work tiles per program, partly empty rounds cost little, and no time is estimated."""
 WORTHWHILE = 0.97
 """Another configuration is used if its estimated time is below this share of the time of the table's."""
-MAX_SINGLE_BYTES = 96 * 2**20
-"""Single tiles replace pairs only up to this size of the keys and values of all heads, because programs then
-read many heads at a time. Single tiles took 0.80 of the time of pairs with 72 MiB (estimate: 0.76), and 1.05
-with 128 MiB (estimate: 0.98)."""
+MAX_SINGLE_BYTES, SINGLE_MISSES = 96 * 2**20, 1.05
+"""If the keys and values of all heads exceed this size, single tiles in place of pairs are taken to need this
+factor of their estimated time, because programs then read many heads at a time. Single tiles took 0.80 of the
+time of pairs with 72 MiB (estimate: 0.76), and 1.05 with 128 MiB (estimate: 0.98). In the kernel of dQ for
+head sizes over 128, they took 0.92 with 103 MiB (estimate: 0.86), 0.92 with 140 MiB (0.95), and 1.02 with 160
+MiB (0.97)."""
 
 
 class Costs(NamedTuple):
@@ -173,20 +175,22 @@ def fastest(
     enough = ENOUGH_ROUNDS * first.PROGRAMS * multiprocessors(problem.device)
     if problem.varlen or problem.seqused_k or plan.tiles >= enough or costs is None:
         return first
-    any_order = allows_single_tiles(problem)
+    misses = 1.0 if keys_are_few(problem) else SINGLE_MISSES
     best, least = first, WORTHWHILE * microseconds(work_of_launch(problem, plan, costs))
     for config in others:
         other, costs = plan_of(problem, config, kernel), costs_of(config)
         if costs is None or other.pack != plan.pack:
             continue
         time = microseconds(work_of_launch(problem, other, costs))
-        if time < least and (any_order or other.paired or not plan.paired):
+        if plan.paired and not other.paired:
+            time *= misses
+        if time < least:
             best, least = config, time
     return best
 
 
-def allows_single_tiles(problem: Problem) -> bool:
-    """Whether the keys and values of a dense call, of 16 bits, are few enough for single tiles."""
+def keys_are_few(problem: Problem) -> bool:
+    """Whether the keys and values of a dense call, of 16 bits, have at most MAX_SINGLE_BYTES."""
     width = 2 * (problem.head_dim + problem.head_dim_v)
     return problem.batch * problem.num_heads_kv * problem.seqlen_k * width <= MAX_SINGLE_BYTES
 

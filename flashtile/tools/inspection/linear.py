@@ -65,7 +65,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     waves = " whole waves" * config.whole_waves
                     yield _case(f"profiled{waves} {problem.M} rows", problem, config)
     ended = everything(few)["norm qkv"]
-    yield replace(recorded(ended, LibraryLaunch(ended)), name="linear epilogue qkv", tensor_cores=False)
+    library = cases_of(ended.device, partial(LibraryLaunch(ended), *_inputs(ended)))
+    for name, case in zip(("linear norm", "linear epilogue qkv"), library, strict=True):
+        yield replace(case, name=name, tensor_cores=False)
     yield from _experts(capability)
     if arch == HOPPER:
         yield from _hopper_cases()

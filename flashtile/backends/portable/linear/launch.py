@@ -25,7 +25,13 @@ from flashtile.backends.common.linear import (
 from flashtile.backends.common.tiles import CAPABILITY
 from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
-from flashtile.backends.portable.linear.kernel import ProductVariant, Shares, epilogue_kernel, product_kernel
+from flashtile.backends.portable.linear.kernel import (
+    ProductVariant,
+    Shares,
+    epilogue_kernel,
+    norm_kernel,
+    product_kernel,
+)
 from flashtile.hardware.linear_table import GEMV, LIBRARY
 from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
@@ -138,6 +144,7 @@ class LibraryLaunch:
     def __init__(self, problem: LinearProblem) -> None:
         self._problem, self._has_end = problem, needs_end(problem)
         self._kernel: CachedLaunch | None = None
+        self._norm: CachedLaunch | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
         y = self._product(x, weight, *others)
@@ -148,7 +155,7 @@ class LibraryLaunch:
         problem = self._problem
         with torch.no_grad():
             if problem.norm:
-                x = torch.nn.functional.rms_norm(x, (problem.K,), given.norm_weight, problem.norm_eps)
+                x = self._normed(x, given.norm_weight)
             if problem.scales == "block":
                 weight = scaled_weight(weight, given.weight_scale, x.dtype)
             weight = weight.to(x.dtype)
@@ -163,6 +170,20 @@ class LibraryLaunch:
         if self._kernel is None:
             self._kernel = self._prepare(sums, tuple(caches), given)
         self._kernel(x.device, *product_pointers(sums, None, y, given, tuple(caches)))
+        return y
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = x.new_empty(x.shape)
+        if self._problem.M == 0:
+            return y
+        if self._norm is None:
+            K, scalars = self._problem.K, (x.stride(0), self._problem.norm_eps)
+            block = triton.next_power_of_2(K)
+            warps = min(max(block // 512, 1), 16)  # 16 numbers of each thread, so two loads of 16 bytes
+            self._norm = CachedLaunch(
+                norm_kernel, self._problem.M, scalars, (K, block), None, num_warps=warps
+            )  # fmt: skip
+        self._norm(x.device, x, weight, y)
         return y
 
     def _prepare(self, sums: Tensor, caches: tuple[Tensor, ...], given: Any) -> CachedLaunch:

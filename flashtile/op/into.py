@@ -188,7 +188,7 @@ class LaunchInto:
     def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
         """Write into ``out``, the first of two buffers.
 
-        Tokens of packed tensors that belong to no sequence are not written.
+        Tokens of packed tensors that belong to no sequence are not written, or filled with 0.
 
         Args:
             given: addresses of the tensors that every call has, then that of ``out``.

@@ -155,11 +155,13 @@ def fill_rows(result, first, end, vectors, program, programs, CHUNK: tl.constexp
 
 @triton.jit
 def fill_unwritten(
-    first, second, others, lse, sizes, cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k,
+    first, second, others, lse, sizes, cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, program, programs,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the rows of the fields of :class:`Unwritten` after the last sequence. All programs take part."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    """Fill the rows of the fields of :class:`Unwritten` after the last sequence.
+
+    ``programs`` programs take part; this is number ``program``.
+    """
     end = end_of_last(cu_seqlens_q, batch, total_q)
     if first is not None:
         fill_rows(first, end, total_q, sizes.first, program, programs, CHUNK)
@@ -212,8 +214,9 @@ def tile_table_kernel(
     """
     b = tl.program_id(0)
     fill_unwritten(
-        first, second, others, lse, sizes, cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, CHUNK
-    )
+        first, second, others, lse, sizes, cu_seqlens_q, cu_seqlens_k, batch, total_q, total_k, b,
+        tl.num_programs(0), CHUNK,
+    )  # fmt: skip
     if b >= batch:
         return
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)

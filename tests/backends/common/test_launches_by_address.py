@@ -204,9 +204,9 @@ def test_another_device_is_made_current(launched, monkeypatch):
     assert current == [1]
 
 
-@pytest.mark.parametrize("has_table", [False, True])
+@pytest.mark.parametrize(("has_table", "packed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("gathers", "copies_q"), [(False, False), (False, True), (True, True)])
-def test_hopper(has_table, gathers, copies_q):
+def test_hopper(has_table, packed, gathers, copies_q):
     from flashtile.backends.hopper.decode.launch import Attend
 
     launched: list[tuple] = []
@@ -222,7 +222,7 @@ def test_hopper(has_table, gathers, copies_q):
             assert stream == 7
             launched.append((self.name, *given, *further))
 
-    variant: Any = SimpleNamespace(GATHER=gathers, COPIES_Q=copies_q)
+    variant: Any = SimpleNamespace(GATHER=gathers, COPIES_Q=copies_q, VARLEN=packed)
     table: Any = Kernel("table") if has_table else None
     attend: Any = Attend(Kernel("attend"), table, variant)  # type: ignore[arg-type]
     step = CacheTensors(*range(100, 115))
@@ -232,6 +232,8 @@ def test_hopper(has_table, gathers, copies_q):
     attend.by_address(7, (1, 2, 3, 4, 5, 6, None), step)
     assert launched == expected
     assert len(launched) == 1 + has_table
+    if has_table:  # of packed sequences, the table's kernel also fills rows of out and lse
+        assert launched[0][1:4] == ((4, 5) if packed else (None, None)) + (6,)
 
 
 @pytest.mark.interpreter

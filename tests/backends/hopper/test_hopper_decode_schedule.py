@@ -256,7 +256,7 @@ def fill_table(slots, num_splits, programs, variant):
     floats = slots * BLOCK_M * (D + 1)
     rows = 1 + len(LENGTHS) * M_BLOCKS + slots // HEADS
     partial = torch.full((floats + rows * WIDTH,), torch.inf)
-    pointers = TablePointers(partial, int32(*LENGTHS), None, offsets(), None)
+    pointers = TablePointers(None, None, partial, int32(*LENGTHS), None, offsets(), None)
     splits = Splits(BLOCK_M, slots, num_splits, 0)
     table_kernel[(len(LENGTHS),)](
         pointers, len(LENGTHS), programs, lengths(), splits, C=variant, WIDTH=WIDTH, CHUNK=8
@@ -333,7 +333,7 @@ def test_no_program_of_a_serving_step_has_much_more_work_than_the_mean(step):
     table = torch.full((1 + sizes.m_blocks + slots // heads, WIDTH), -1, dtype=torch.int32)
     offsets = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
     table_kernel[(step.batch,)](
-        TablePointers(table.view(torch.float32), keys, None, offsets, None),
+        TablePointers(None, None, table.view(torch.float32), keys, None, offsets, None),
         step.batch, programs, sizes, Splits(0, slots, 1, 0), C=variant, WIDTH=WIDTH, CHUNK=256,
     )  # fmt: skip
     load = [0.0] * programs

@@ -24,6 +24,7 @@ from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
 from flashtile import dropout, testing
 from flashtile.backends.common import device
+from flashtile.backends.common.launch import Outputs
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import dq_accum
@@ -772,6 +773,25 @@ def test_decode_of_a_chunk_among_single_tokens() -> None:
     with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4), interpreted() as interpreter:
         decode_testing.check(*tensors, backend="hopper", causal=True, **arguments)
     assert {"table_kernel", "attend_kernel", "combine_divided_kernel"} <= set(interpreter.launched)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_decode_of_a_queue_fills_the_tokens_of_no_sequence(partial: bool) -> None:
+    """The kernel that fills its table does it, so that a call launches no fill of whole results."""
+    tensors, arguments = paged([50, 900, 5], (6, 2), 64, seqlen_q=(50, 1, 0), device="cpu")
+    given, q = CacheTensors(**{n: t for n, t in arguments.items() if n != "max_seqlen_q"}), tensors[0]
+    q = torch.cat([q, q.new_full((70, *q.shape[1:]), torch.nan)])  # 71 tokens of no sequence
+    options = DecodeOptions(max_seqlen_q=50, partial=partial, backend="hopper")
+    problem = DecodeProblem.from_tensors(q, *tensors[1:], given, options)
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    out, lse = torch.full(q.shape, torch.nan, dtype=problem.out_dtype), torch.full((6, len(q)), torch.nan)
+    with mock.patch.object(Outputs, "cleared", side_effect=AssertionError), interpreted() as interpreter:
+        launch(q, *tensors[1:], given, out, lse)
+    assert interpreter.launched[:2] == ["table_kernel", "attend_kernel"]
+    assert out[:51].isfinite().all()
+    assert lse[:, :51].isfinite().all()
+    assert out[51:].eq(0).all()
+    assert lse[:, 51:].eq(-torch.inf).all()
 
 
 ALIKE = {

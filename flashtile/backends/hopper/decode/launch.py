@@ -40,7 +40,7 @@ from flashtile.backends.hopper.decode.kernel import (
 )
 from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.hopper.work_tiles import FILLERS, TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant, combine_kernel
 from flashtile.backends.portable.decode.launch import (
     CombineTile,
@@ -282,12 +282,13 @@ class HopperDecodeLaunch(DecodeLaunch):
                 records = lengths.m_blocks * problem.num_heads_kv
             self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
             return Attend(attend, None, variant), self._combine_recorded(variant, lengths, splits, records)
+        self._clears = False  # the table's kernel fills what no work tile writes
         # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
         self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
         table = CachedLaunch(
             table_kernel,
-            problem.batch,
+            problem.batch + FILLERS * problem.varlen,
             (problem.batch, programs, lengths, splits),
             (variant, TABLE_WIDTH.value, CHUNKS[problem.batch > CHUNKS[0]]),
             None,
@@ -392,8 +393,9 @@ def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num
 class Attend:
     """Launches the attention kernel.
 
-    If it has a work queue, the kernel that fills the queue's table is launched first. Calls have the
-    signature of the portable kernel's launch.
+    If it has a work queue, the kernel that fills the queue's table is launched first. It also fills the rows
+    of packed sequences' results that no work tile writes. Calls have the signature of the portable kernel's
+    launch.
     """
 
     def __init__(
@@ -402,6 +404,7 @@ class Attend:
         self._kernel = kernel
         self._fill_table = fill_table
         self._gathers, self._copies_q = variant.GATHER, variant.COPIES_Q
+        self._varlen = variant.VARLEN
 
     @property
     def takes_addresses(self) -> bool:
@@ -412,11 +415,7 @@ class Attend:
         new: None, *tensors: Tensor | None,
     ) -> None:  # fmt: skip
         if self._fill_table is not None:
-            given = CacheTensors(*tensors)
-            self._fill_table(
-                device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
-                given.cu_seqlens_k_new,
-            )  # fmt: skip
+            self._fill_table(device, *self._of_table(out, lse, partial, CacheTensors(*tensors)))
         self._kernel(device, q, k, v, out, lse, partial, *tensors, *self._copied(q, k, v))
 
     def stream(self) -> int | None:
@@ -425,12 +424,17 @@ class Attend:
     def by_address(self, stream: int, addresses: tuple[Any, ...], further: tuple[Any, ...]) -> None:
         q, k, v, out, lse, partial, _ = addresses
         if self._fill_table is not None:
-            given = CacheTensors(*further)
-            of_table = (
-                partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q, given.cu_seqlens_k_new,
-            )  # fmt: skip
-            self._fill_table.by_address(stream, of_table)
+            self._fill_table.by_address(stream, self._of_table(out, lse, partial, CacheTensors(*further)))
         self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *self._copied(q, k, v)))
+
+    def _of_table(self, out: Any, lse: Any, partial: Any, given: CacheTensors) -> TablePointers:
+        """Return what the kernel that fills the table takes."""
+        if not self._varlen:  # every row is written, and one kernel serves results of all dtypes
+            out = lse = None
+        return TablePointers(
+            out, lse, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
+            given.cu_seqlens_k_new,
+        )  # fmt: skip
 
     def _copied(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Return (k, v, q), each None unless threads copy it: they need its address, TMA has a descriptor."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from flashtile.backends.common.jit import kernel, triton
+from flashtile.backends.hopper.work_tiles import CHUNK, UnwrittenSizes, fill_unwritten
 from flashtile.backends.portable.decode.schedule import (
     Sequence,
     WorkTile,
@@ -34,6 +35,8 @@ CHUNKS = 16, 256
 """Numbers of sequences whose lengths a program of the table kernel reads at a time: few or many. Only two, so
 that batches of all sizes share two kernels."""
 
+FILLED = tl.constexpr(CHUNK)
+"""Vectors of 8 elements that a program of the table kernel fills at a time."""
 LIMITS = tl.constexpr(16)
 """Number of candidates for the maximum n_blocks of a part that :func:`part_limit` compares."""
 PART_COST = tl.constexpr(3.0)
@@ -49,6 +52,9 @@ part)."""
 class TablePointers(NamedTuple):
     """Tensors of the kernel that fills the work queue's table; None for each that a call does not use."""
 
+    out: Any
+    """out and lse of packed sequences: the kernel fills their rows that no work tile writes."""
+    lse: Any
     partial: Any
     cache_seqlens: Any
     cache_leftpad: Any
@@ -281,7 +287,10 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
 def table_kernel(
     pointers, batch, programs, lengths, splits, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Fill the table of the work queue. Grid: one program for each of ``batch`` sequences.
+    """Fill the table of the work queue, and of packed sequences the rows that no work tile writes.
+
+    Grid: one program for each of ``batch`` sequences, and further ones that fill rows, while those find their
+    place in the table.
 
     The table has int32 rows of WIDTH columns. Row 0 holds the number of rows that follow, the queue's counter
     (0), and the number D of m_blocks that are divided into several parts. Each further row is one part: its
@@ -298,6 +307,15 @@ def table_kernel(
         start_dependents()
     table = behind_partials(pointers.partial, splits, C)
     b = tl.program_id(0)
+    if C.VARLEN:  # noqa: SIM102 - Triton prunes an if only by a constant condition
+        if b >= batch:
+            heads = lengths.num_heads_kv * lengths.group_size
+            fill_unwritten(
+                pointers.out, None, None, pointers.lse,
+                UnwrittenSizes(heads * C.HEAD_DIM_V // 8, 0, 0, heads), pointers.cu_seqlens_q, None, batch,
+                lengths.total_q, 0, b - batch, tl.num_programs(0) - batch, FILLED,
+            )  # fmt: skip
+            return
     mine = load_sequence(b, True, pointers, lengths, C)
     count, my_n_blocks = count_m_blocks(mine, lengths, C)
     limit = lengths.capacity  # of keys, and there are never more n_blocks: nothing is divided

@@ -492,6 +492,8 @@ class DecodeLaunch:
         self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._device = problem.device
         self._varlen = problem.varlen
+        self._clears = problem.varlen
+        """Whether rows that no work tile writes are filled before the launch."""
         self._return_lse = problem.return_lse
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
@@ -529,7 +531,7 @@ class DecodeLaunch:
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
             return_lse = self._stores_lse  # to compile in the first call, Triton needs lse as a tensor
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
-        if self._varlen:
+        if self._clears:
             out, lse = self._outputs.cleared(q, out, lse)
         else:
             if out is None:
@@ -561,8 +563,8 @@ class DecodeLaunch:
     ) -> None:
         """Write attention to ``out``. Requires :attr:`can_launch_by_address`.
 
-        Only the address of ``out`` is used, so its shape may differ from that of the signature. Tokens after
-        the last offset of packed sequences are not written.
+        Only the address of ``out`` is used, so its shape may differ from that of the signature, with as many
+        elements. Tokens after the last offset of packed sequences are not written, or filled with 0.
 
         Args:
             given: addresses of q, the two caches and ``out``.

@@ -445,7 +445,7 @@ class Runner:
                 if cu_seqlens_q is not None:
                     offsets = cu_seqlens_q.index_select(0, offsets)
                 begin = None if i == 0 and min(windows) < 0 else first[:batch]
-                levels.append(SharedKeys(table, end[:batch], begin, offsets, most))
+                levels.append(SharedKeys(table, end[:batch], begin, offsets, most, tables={}))
             found |= dict.fromkeys(windows, Groups(tuple(levels), shared_keys[:batch]))
         return found
 

@@ -160,6 +160,20 @@ class _Decoding(Operation):
             self._grown.store(kind, launch, SIGNATURE_BYTES)
         return launch
 
+    def of_layer(self, tensors: tuple, optional: Any, options: Any, tables: dict | None) -> Any:
+        """Return the results of a call, of which several have the same lengths and pass the same ``tables``.
+
+        Those that also have the same launch share a table of work tiles, which the first of them fills, and
+        memory of results: only the last results are valid. None: nothing is shared.
+        """
+        if tables is None or torch.is_grad_enabled() or not is_plain(tensors, optional):
+            return self(tensors, optional, options)
+        launch = self.prepared(tensors, optional, options)
+        self.check_values(tensors, optional, options)
+        if getattr(launch, "takes_tables", False):
+            return launch(*tensors, optional, tables=tables)
+        return launch(*tensors, optional)
+
 
 class _AddingMass(Into):
     """Attention over a cache that also adds to ``mass``, with launches of its own."""
@@ -352,6 +366,8 @@ class SharedKeys(NamedTuple):
         first: (groups,) int32. None: 0.
         cu_seqlens_q: (groups + 1,) int32, where the queries of each group start in q. None: one group.
         max_seqlen_q: the largest number of queries of a group. None if there is one group.
+        tables: a dict, empty at first, if the layers of a step use the level, one after the other. They then
+            share tables of work tiles, and memory of results.
     """
 
     block_table: Tensor
@@ -359,6 +375,7 @@ class SharedKeys(NamedTuple):
     first: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
+    tables: dict[Any, Any] | None = None
 
 
 def attend_shared(
@@ -390,7 +407,7 @@ def attend_shared(
             max_seqlen_q=level.max_seqlen_q, seqlen_new=0, masking=EVERYTHING, partial=True, return_lse=True
         )
         queries = rows if level.cu_seqlens_q is not None else rows.unsqueeze(0)
-        out, lse = DECODE((queries, k_cache, v_cache), shared, options)
+        out, lse = DECODE.of_layer((queries, k_cache, v_cache), shared, options, level.tables)
         tensors = tensors._replace(prior_out=out.flatten(0, -3), prior_lse=lse.flatten(0, -2))
     return tensors
 

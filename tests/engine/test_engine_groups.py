@@ -390,6 +390,36 @@ def test_answers_in_groups_are_those_without(name, captured, monkeypatch):
         assert not any(form.levels for form in plain.engine.runner.graphs)
 
 
+def test_the_layers_of_a_step_share_tables_that_no_other_step_has(monkeypatch):
+    """A captured graph fills a table in its first layer, from the lengths of each replay."""
+    llm, _ = with_groups(monkeypatch, "gemma2", {"window": 64}, captured=True)
+    steps: list[list[tuple]] = []
+    cascade, hidden = model.cascade_with_kvcache, model.Model.hidden
+
+    def attend(*tensors, levels, **options):
+        steps[-1].append(levels)
+        return cascade(*tensors, levels=levels, **options)
+
+    def compute(*arguments):
+        steps.append([])
+        return hidden(*arguments)
+
+    monkeypatch.setattr(model, "cascade_with_kvcache", attend)
+    monkeypatch.setattr(model.Model, "hidden", compute)
+    llm.generate(NESTED, SamplingParams(n=2, max_tokens=5))
+    grouped = [layers for layers in steps if layers]
+    assert len(grouped) > 2
+    found = []
+    for layers in grouped:
+        assert len(layers) == llm.model_config.num_layers
+        tables = {id(level.tables): level.tables for levels in layers for level in levels}
+        # A level of all layers, and, where a window hides keys, others of the layers that have one.
+        assert len(tables) == len({id(level.end) for levels in layers for level in levels})
+        assert all(table is not None for table in tables.values())
+        found += tables.values()
+    assert len(set(map(id, found))) == len(found)
+
+
 def test_groups_are_the_default_where_bits_may_depend_on_the_batch():
     for options, has_groups in (
         ({}, True),

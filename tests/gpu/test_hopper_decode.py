@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import captured
 from torch import Tensor
 
 import flashtile
 from cases import BF16, FP16
 from decode_cases import CASES, DecodeCase, build, paged
+from flashtile.operators.decode import SharedKeys, attend_shared
+from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.gpu
@@ -223,6 +226,38 @@ def test_one_graph_serves_growing_sequences(seqlen_q: int) -> None:
         graph.replay()
         assert_same_bits(captured, attend((q, k_cache, v_cache), arguments))
         check((q, k_cache, v_cache), arguments, causal=True)
+
+
+def test_layers_of_a_captured_step_share_a_table() -> None:
+    """The first layer of each replay fills it, from the lengths of the replay."""
+    layers = [
+        [
+            torch.randn(shape, device="cuda", dtype=BF16)
+            for shape in ((256, 32, 128), *((900, 16, 8, 128),) * 2)
+        ]
+        for _ in range(3)
+    ]
+    table = torch.randint(900, (256, 256), device="cuda", dtype=torch.int32)
+    offsets, end = (torch.zeros(size, device="cuda", dtype=torch.int32) for size in (257, 256))
+
+    def step(tables: dict | None) -> list[tuple[Tensor | None, Tensor | None]]:
+        level = SharedKeys(table, end, None, offsets, 64, tables)
+        found = []
+        for q, k, v in layers:
+            own = attend_shared((q, k, v), CacheTensors(), DecodeOptions(backend="hopper"), [level])
+            assert own.prior_out is not None
+            assert own.prior_lse is not None
+            found.append((own.prior_out.clone(), own.prior_lse.clone()))
+        return found
+
+    with torch.no_grad():
+        graph, shared = captured(lambda: step({}))
+        for width, lengths in ((64, [4000, 90, 0, 1500]), (32, [700] * 7), (5, [4096, *[9] * 49])):
+            ends = torch.arange(257, dtype=torch.int32) * width
+            offsets.copy_(ends.clamp(max=width * len(lengths)))  # also tokens of no sequence
+            end.zero_()[: len(lengths)] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+            graph.replay()
+            assert_same_bits(shared, step(None))
 
 
 def test_no_synchronisation_and_the_same_without_lse() -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -41,6 +43,8 @@ from flashtile.backends.hopper.linear import launch as ring_launch
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.backends.hopper.work_tiles import TileTable
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.op.operation import Operation, signatures
+from flashtile.operators.decode import SharedKeys, attend_shared
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8_layout import E4M3
@@ -792,6 +796,82 @@ def test_decode_of_a_queue_fills_the_tokens_of_no_sequence(partial: bool) -> Non
     assert lse[:, :51].isfinite().all()
     assert out[51:].eq(0).all()
     assert lse[:, 51:].eq(-torch.inf).all()
+
+
+def shared_level(tables: dict | None) -> tuple[SharedKeys, int]:
+    """Return a level of groups, of which a long one is divided, and the number of tokens. One is in none."""
+    sizes = 8, 5, 0, 7
+    table = torch.arange(4 * 200, dtype=torch.int32).view(4, 200)
+    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+    end = torch.tensor([3200, 70, 30, 5], dtype=torch.int32)
+    return SharedKeys(table, end, None, offsets, max(sizes), tables), sum(sizes) + 1
+
+
+@contextmanager
+def cached_launches() -> Iterator[Any]:
+    """Interpret kernels, and keep launches by signature as without the interpreter."""
+    known: dict[Any, Any] = {}
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 2), interpreted() as interpreter:
+        prepare = Operation.prepared
+
+        def prepared(operation: Operation, tensors: Any, beside: Any, options: Any) -> Any:
+            key = operation, options, signatures((*tensors, *beside))
+            if key not in known:
+                known[key] = prepare(operation, tensors, beside, options)
+            return known[key]
+
+        with mock.patch.object(Operation, "prepared", prepared):
+            yield interpreter
+
+
+def of_layers(tables: dict | None, softcaps: tuple[float, ...]) -> tuple[list[Any], list[str]]:
+    """Return out and lse of each layer of a step over keys that groups share, and the launched kernels."""
+    level, tokens = shared_level(tables)
+    found = []
+    with cached_launches() as interpreter, torch.no_grad():
+        for layer, softcap in enumerate(softcaps):
+            q = testing.random_tensor((tokens, 8, 64), BF16, "cpu", seed=layer)
+            k, v = (testing.random_tensor((800, 16, 2, 64), BF16, "cpu", seed=9 * layer + i) for i in (1, 2))
+            options = DecodeOptions(max_seqlen_q=1, backend="hopper", softcap=softcap)
+            own = attend_shared((q, k, v), CacheTensors(), options, [level])
+            found.append((own.prior_out.clone(), own.prior_lse.clone()))
+    return found, [name for name in interpreter.launched if name.endswith("_kernel")]
+
+
+def test_layers_of_a_step_share_a_table() -> None:
+    """The first layer fills it. Each layer leaves it as it was, and computes what it does alone."""
+    alone, kernels = of_layers(None, (0.0, 0.0, 0.0))
+    layer = ["table_kernel", "attend_kernel", "combine_divided_kernel"]
+    assert kernels == 3 * layer
+    shared, kernels = of_layers({}, (0.0, 0.0, 0.0))
+    assert kernels == layer + 2 * layer[1:]
+    for (out, lse), (own_out, own_lse) in zip(shared, alone, strict=True):
+        assert torch.equal(out, own_out)
+        assert torch.equal(lse, own_lse)
+        assert out[-1].eq(0).all()
+        assert lse[:, -1].eq(-torch.inf).all()
+
+
+def test_layers_with_other_launches_share_no_table() -> None:
+    alone, _ = of_layers(None, (0.0, 3.0, 0.0, 3.0))
+    shared, kernels = of_layers({}, (0.0, 3.0, 0.0, 3.0))
+    assert Counter(kernels)["table_kernel"] == 2
+    for found, expected in zip(shared, alone, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_queue_without_divided_work_tiles_keeps_no_table() -> None:
+    """No kernel after it would reset its counter."""
+    tensors, arguments = paged([300, 70], (8, 2), 64, seqlen_q=20, device="cpu")
+    given, options = CacheTensors(**arguments), DecodeOptions(num_splits=1, backend="hopper")
+    problem = DecodeProblem.from_tensors(*tensors, given, options)
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    tables: dict[Any, Any] = {}
+    with interpreted() as interpreter:
+        for _ in range(2):
+            launch(*tensors, given, tables=tables)
+    assert interpreter.launched == 2 * ["table_kernel", "attend_kernel"]
+    assert not tables
 
 
 ALIKE = {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 import flashtile
 from flashtile.backends import hopper
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.device import Target
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.decode.launch import hopper_decode_variant
@@ -27,11 +29,16 @@ from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.portable.decode import launch as decode_launch
 from flashtile.hardware.cards import CARDS
+from flashtile.op.selection import on_target, select
+from flashtile.operators.decode import DECODE
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import shared_fields
+from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
+from flashtile.tools.inspection.recording import launches_of
 from walk import walk
 
+BF16 = torch.bfloat16
 PATIENCE = 20.0
 """Seconds after which threads that wait for one another are said to."""
 BATCH, ROWS, HEADS = 2, 128, 4
@@ -286,6 +293,25 @@ def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(operation: 
     assert of_four[0] == ("portable" if operation == "decode" else "hopper")
     for group in GROUPS:
         assert kernel(group) == of_four, group
+
+
+def test_the_layers_of_a_step_over_shared_keys_launch_one_table_and_no_fills() -> None:
+    """256 sequences of an 8B model, in groups of up to 32."""
+    card, (k, v) = Target("H200", (9, 0), 132), torch.empty(2, 9000, 16, 8, 128, dtype=BF16, device="meta")
+    q, lengths = torch.empty(256, 32, 128, dtype=BF16, device="meta"), torch.empty(256, device="meta").int()
+    offsets, pages = torch.empty(257, device="meta").int(), torch.empty(256, 256, device="meta").int()
+    given = CacheTensors(cache_seqlens=lengths, block_table=pages, cu_seqlens_q=offsets)
+    options = DecodeOptions(max_seqlen_q=32, partial=True)
+    problem = on_target(DecodeProblem.from_tensors(q, k, v, given, options), card)
+    launch: Any = select(DECODE, problem, None).prepare()
+    tables: dict[Any, Any] = {}
+    found = []
+    with mock.patch.object(Outputs, "cleared", side_effect=AssertionError):
+        for _ in range(3):
+            launches = launches_of(card, partial(launch, q, k, v, given, tables=tables))
+            found.append([one.kernel.fn.__name__ for one, _ in launches])
+    attend = ["attend_kernel", "combine_divided_kernel"]
+    assert found == [["table_kernel", *attend], attend, attend]
 
 
 @walk("tokens", (32, 64, 1024))

@@ -101,12 +101,14 @@ def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexp
 
     The table of the work queue lists the divided work tiles. Grid: any number of programs, which loop over
     the row blocks. A row block is ROWS rows of a divided work tile. If no work tile is divided, the programs
-    end immediately.
+    end immediately. The queue's counter is 0 again afterwards, so the next layer can use the table.
     """
     num_heads_kv = lengths.num_heads_kv
     table = behind_partials(pointers.partial, splits, C)
     if C.PDL:
         tl.extra.cuda.gdc_wait()
+    if tl.program_id(0) == 0:
+        tl.store(table + 1, 0)
     units = tl.load(table + 2) * num_heads_kv * row_blocks
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         first_row = unit % row_blocks * C.ROWS

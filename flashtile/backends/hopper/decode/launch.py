@@ -283,6 +283,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
             return Attend(attend, None, variant), self._combine_recorded(variant, lengths, splits, records)
         self._clears = False  # the table's kernel fills what no work tile writes
+        self._keeps_table = variant.DIVIDES  # otherwise no later kernel resets the queue's counter
         # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
         self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
@@ -405,6 +406,8 @@ class Attend:
         self._fill_table = fill_table
         self._gathers, self._copies_q = variant.GATHER, variant.COPIES_Q
         self._varlen = variant.VARLEN
+        self.after_table: Attend = self if fill_table is None else Attend(kernel, None, variant)
+        """Launches the attention kernel alone, with a table that an earlier call has filled."""
 
     @property
     def takes_addresses(self) -> bool:

@@ -460,6 +460,17 @@ _of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._field
 """Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
 
 
+class Kept(NamedTuple):
+    """A table of work tiles, and memory, that a call leaves for later ones with the same lengths."""
+
+    out: Tensor
+    lse: Tensor | None
+    lse_to: Tensor | int | None
+    """Where the kernels store lse."""
+    scratch: Tensor | None
+    """Partial results, and behind them the table."""
+
+
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
@@ -477,9 +488,13 @@ class DecodeLaunch:
     """``(q, k_cache, v_cache, tensors[, out, lse]) -> (out, lse or None)`` for tensors of one signature.
 
     With ``stores_weights``, calls also pass :class:`attend.WeightPointers` as ``new``.
+
+    Calls with the same tensors of lengths, such as those of a step's layers, may pass the same ``tables``,
+    which is empty at first. If the kernels have a table of work tiles, only the first of these calls fills
+    it, and each call overwrites the results of the one before.
     """
 
-    writes_into = True
+    writes_into = takes_tables = True
 
     def __init__(self, problem: DecodeProblem, config: DecodeConfig, stores_weights: bool = False) -> None:
         self._problem = problem
@@ -501,6 +516,8 @@ class DecodeLaunch:
         self._scratch_bytes = self._scratch_size = 0
         """Partial results and lse, in bytes and as elements of ``out``. Another dtype would take 0.2 us."""
         self._stores_lse = True
+        self._keeps_table = False
+        """Whether kernels leave a table of work tiles as the next call needs it."""
         self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
         self._attend: Any = None
@@ -521,6 +538,7 @@ class DecodeLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         new: AppendPointers | WeightPointers | None = None,
+        tables: dict[DecodeLaunch, Kept] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
             return self._outputs.cleared(q, out, lse)
@@ -531,20 +549,25 @@ class DecodeLaunch:
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
             return_lse = self._stores_lse  # to compile in the first call, Triton needs lse as a tensor
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
-        if self._clears:
-            out, lse = self._outputs.cleared(q, out, lse)
+        kept = None if tables is None else tables.get(self)
+        if kept is not None:
+            (out, lse, lse_to, scratch), attend = kept, attend.after_table
         else:
-            if out is None:
-                out = self._new_out(q)
-            if return_lse and lse is None:
-                lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        scratch = None
-        lse_to: Tensor | int | None = lse
-        if lse is None and self._stores_lse:  # lse is not returned, but stored after the partial results
-            scratch = q.new_empty(self._partials + self._lse_size, dtype=torch.float32)
-            lse_to = scratch.data_ptr() + 4 * self._partials
-        elif self._partials:
-            scratch = q.new_empty(self._partials, dtype=torch.float32)
+            if self._clears:
+                out, lse = self._outputs.cleared(q, out, lse)
+            else:
+                if out is None:
+                    out = self._new_out(q)
+                if return_lse and lse is None:
+                    lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
+            scratch, lse_to = None, lse
+            if lse is None and self._stores_lse:  # lse is not returned, but stored after the partial results
+                scratch = q.new_empty(self._partials + self._lse_size, dtype=torch.float32)
+                lse_to = scratch.data_ptr() + 4 * self._partials
+            elif self._partials:
+                scratch = q.new_empty(self._partials, dtype=torch.float32)
+            if tables is not None and self._keeps_table:
+                tables[self] = Kept(out, lse, lse_to, scratch)
         attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:
             combine(device, scratch, out, lse_to, *_of_combine(tensors))

@@ -163,8 +163,9 @@ class _Decoding(Operation):
     def of_layer(self, tensors: tuple, optional: Any, options: Any, tables: dict | None) -> Any:
         """Return the results of a call, of which several have the same lengths and pass the same ``tables``.
 
-        Those that also have the same launch share a table of work tiles, which the first of them fills, and
-        memory of results: only the last results are valid. None: nothing is shared.
+        Those that also have the same launch share a table of work tiles and the rows of results that no work
+        tile writes, both of which the first of them fills, so only the last results are valid. None: nothing
+        is shared.
         """
         if tables is None or torch.is_grad_enabled() or not is_plain(tensors, optional):
             return self(tensors, optional, options)

@@ -255,3 +255,28 @@ def test_kernels_write_every_row_of_a_sequence(monkeypatch, num_splits):
     assert out[:7].isfinite().all()
     assert not out[1:3].any()
     assert out[7:].isnan().all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_splits", [0, 1, 2])
+def test_layers_of_a_step_fill_the_tokens_of_no_sequence_once(monkeypatch, num_splits):
+    clear, cleared = Outputs.cleared, []
+    monkeypatch.setattr(Outputs, "cleared", lambda *given: cleared.append(given) or clear(*given))
+    tensors = CacheTensors(
+        cache_seqlens=torch.tensor([5, 0, 70], dtype=torch.int32),
+        block_table=torch.arange(15, dtype=torch.int32).view(3, 5),
+        cu_seqlens_q=torch.tensor([0, 1, 3, 5], dtype=torch.int32),
+    )
+    options = DecodeOptions(max_seqlen_q=2, masking=CAUSAL, num_splits=num_splits)
+    q, (k, v) = torch.randn(3, 9, HEADS, DIM), torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
+    problem = DecodeProblem.from_tensors(q[0], k, v, tensors, options)
+    launch, tables = DecodeLaunch(problem, config.choose(problem)), {}
+    for layer in q:
+        alone = launch(layer, k, v, tensors)
+        cleared.clear()
+        out, lse = launch(layer, k, v, tensors, tables=tables)
+        assert len(cleared) == (layer.data_ptr() == q.data_ptr())
+        assert torch.equal(out, alone[0])
+        assert torch.equal(lse, alone[1])
+        assert not out[5:].any()
+        assert lse[:, 5:].eq(-torch.inf).all()

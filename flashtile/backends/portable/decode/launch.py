@@ -461,14 +461,17 @@ _of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._field
 
 
 class Kept(NamedTuple):
-    """A table of work tiles, and memory, that a call leaves for later ones with the same lengths."""
+    """Memory that a call leaves for later calls with the same lengths.
+
+    In ``out`` and lse, rows that no work tile writes are filled.
+    """
 
     out: Tensor
     lse: Tensor | None
     lse_to: Tensor | int | None
     """Where the kernels store lse."""
     scratch: Tensor | None
-    """Partial results, and behind them the table."""
+    """Partial results, and behind them the table of work tiles, if the kernels have one."""
 
 
 class DecodeScalars(NamedTuple):
@@ -490,8 +493,9 @@ class DecodeLaunch:
     With ``stores_weights``, calls also pass :class:`attend.WeightPointers` as ``new``.
 
     Calls with the same tensors of lengths, such as those of a step's layers, may pass the same ``tables``,
-    which is empty at first. If the kernels have a table of work tiles, only the first of these calls fills
-    it, and each call overwrites the results of the one before.
+    which is empty at first. Only the first of these calls fills what depends on the lengths: the table of
+    work tiles, if the kernels have one, and rows that no work tile writes. Each call overwrites the results
+    of the one before.
     """
 
     writes_into = takes_tables = True
@@ -551,7 +555,9 @@ class DecodeLaunch:
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         kept = None if tables is None else tables.get(self)
         if kept is not None:
-            (out, lse, lse_to, scratch), attend = kept, attend.after_table
+            out, lse, lse_to, scratch = kept
+            if self._keeps_table:
+                attend = attend.after_table
         else:
             if self._clears:
                 out, lse = self._outputs.cleared(q, out, lse)
@@ -566,7 +572,7 @@ class DecodeLaunch:
                 lse_to = scratch.data_ptr() + 4 * self._partials
             elif self._partials:
                 scratch = q.new_empty(self._partials, dtype=torch.float32)
-            if tables is not None and self._keeps_table:
+            if tables is not None and (self._keeps_table or self._clears):
                 tables[self] = Kept(out, lse, lse_to, scratch)
         attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:

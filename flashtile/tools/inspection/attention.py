@@ -426,8 +426,11 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         for same in (documents, replace(documents, **FEATURES, sink=True)):
             yield _forward_case(same, choose(documents))
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
-    window = replace(long, window_left=1023)
-    yield _forward_case(window, choose(window))
+    for left in (511, 1023):
+        window = replace(long, window_left=left)
+        yield _forward_case(window, choose(window))
+    packed_window = replace(_GROUPED_CAUSAL, varlen=True, window_left=1023, seqlen_q=LONG, seqlen_k=LONG)
+    yield _forward_case(packed_window, choose(packed_window))
     partial_results = replace(long, partial=True)
     for same in (partial_results, replace(partial_results, window_right=UNLIMITED)):
         yield _forward_case(same, choose(same))

@@ -229,21 +229,26 @@ def test_one_graph_serves_growing_sequences(seqlen_q: int) -> None:
 
 
 def test_layers_of_a_captured_step_share_a_table() -> None:
-    """The first layer of each replay fills it, from the lengths of the replay."""
+    """The first layer of each replay fills it, from the lengths of the replay.
+
+    The kernel before attention in the other layers is that of a product. Attention starts while it runs.
+    """
     layers = [
-        [
-            torch.randn(shape, device="cuda", dtype=BF16)
-            for shape in ((256, 32, 128), *((900, 16, 8, 128),) * 2)
-        ]
+        (
+            torch.randn(4096, 4096, device="cuda", dtype=BF16) / 64,
+            *torch.randn(2, 900, 16, 8, 128, device="cuda", dtype=BF16),
+        )
         for _ in range(3)
     ]
-    table = torch.randint(900, (256, 256), device="cuda", dtype=torch.int32)
-    offsets, end = (torch.zeros(size, device="cuda", dtype=torch.int32) for size in (257, 256))
+    x, residual = torch.randn(2, 64, 4096, device="cuda", dtype=BF16)
+    table = torch.randint(900, (64, 256), device="cuda", dtype=torch.int32)
+    offsets, end = (torch.zeros(size, device="cuda", dtype=torch.int32) for size in (65, 64))
 
     def step(tables: dict | None) -> list[tuple[Tensor | None, Tensor | None]]:
-        level = SharedKeys(table, end, None, offsets, 64, tables)
+        level = SharedKeys(table, end, None, offsets, 8, tables)
         found = []
-        for q, k, v in layers:
+        for weight, k, v in layers:
+            q = flashtile.linear.linear(x, weight, residual=residual).view(64, 32, 128)
             own = attend_shared((q, k, v), CacheTensors(), DecodeOptions(backend="hopper"), [level])
             assert own.prior_out is not None
             assert own.prior_lse is not None
@@ -252,8 +257,8 @@ def test_layers_of_a_captured_step_share_a_table() -> None:
 
     with torch.no_grad():
         graph, shared = captured(lambda: step({}))
-        for width, lengths in ((64, [4000, 90, 0, 1500]), (32, [700] * 7), (5, [4096, *[9] * 49])):
-            ends = torch.arange(257, dtype=torch.int32) * width
+        for width, lengths in ((8, [4000, 90, 0, 1500]), (4, [700] * 7), (1, [4096, *[9] * 49])):
+            ends = torch.arange(65, dtype=torch.int32) * width
             offsets.copy_(ends.clamp(max=width * len(lengths)))  # also tokens of no sequence
             end.zero_()[: len(lengths)] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
             graph.replay()

@@ -429,8 +429,15 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     for left in (511, 1023):
         window = replace(long, window_left=left)
         yield _forward_case(window, choose(window))
-    packed_window = replace(_GROUPED_CAUSAL, varlen=True, window_left=1023, seqlen_q=LONG, seqlen_k=LONG)
-    yield _forward_case(packed_window, choose(packed_window))
+    short_pairs = replace(long, window_left=1023, seqlen_q=2048, seqlen_k=2048)
+    yield _forward_case(short_pairs, choose(short_pairs))
+    for head_dim in (64, 96, 128):
+        sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 4096, "seqlen_k": 4096}
+        window = replace(_GROUPED_CAUSAL, varlen=True, window_left=1023, **sizes)
+        for same in (window, replace(window, num_heads_kv=window.num_heads_q)):
+            yield _forward_case(same, choose(window))
+        if head_dim < 128:  # there, documents with every feature have this tile as well
+            yield _forward_case(replace(window, **FEATURES, sink=True), choose(window))
     partial_results = replace(long, partial=True)
     for same in (partial_results, replace(partial_results, window_right=UNLIMITED)):
         yield _forward_case(same, choose(same))

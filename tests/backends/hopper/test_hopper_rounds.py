@@ -90,7 +90,7 @@ def sweep() -> list[Problem]:
     lengths = (512, 1000, 1536, 2048, 3072, 4096, 6144, 8192)
     return [
         problem_of(batch, seqlen, (heads_q, heads_kv), head_dim, right)
-        for head_dim in (64, 128, 256)
+        for head_dim in (32, 64, 128, 256)
         for right in (FULL, CAUSAL)
         for seqlen in lengths
         for batch, heads_q, heads_kv in heads
@@ -340,19 +340,32 @@ def test_heads_share_tiles_of_packed_sequences(
 
 
 @walk(
-    ("head_dim", "longest", "window", "warpgroups", "keys"),
+    ("head_dim", "longest", "window", "tile"),
     [
-        (64, 40, -1, 1, 64), (80, 128, -1, 1, 64), (96, 129, -1, 2, 128), (128, 40, -1, 1, 64),
-        (64, 2048, -1, 2, 128), (64, 3072, -1, 3, 128), (64, 3072, 1023, 2, 64), (128, 3072, -1, 2, 128),
-        (64, 9000, 8191, 3, 128), (128, 3072, 511, 2, 64), (128, 3072, 1023, 2, 128),
+        (64, 40, -1, (1, 64, False, 3)), (80, 128, -1, (1, 64, True, 3)), (96, 129, -1, (2, 128, True, 1)),
+        (128, 40, -1, (1, 64, True, 2)), (64, 2048, -1, (2, 128, False, 1)),
+        (64, 3072, -1, (3, 128, False, 1)), (64, 3072, 1023, (2, 64, True, 2)),
+        (64, 9000, 4095, (2, 64, True, 2)),
+        (64, 9000, 4096, (3, 128, False, 1)), (128, 3072, -1, (2, 128, False, 1)),
+        (128, 3072, 511, (2, 64, True, 1)), (128, 3072, 1022, (2, 64, True, 1)),
+        (128, 3072, 1023, (2, 128, False, 1)), (96, 9000, 1023, (2, 128, False, 1)),
     ],
 )  # fmt: skip
 def test_tiles_of_packed_sequences(
-    head_dim: int, longest: int, window: int, warpgroups: int, keys: int
+    head_dim: int, longest: int, window: int, tile: tuple[int, int, bool, int]
 ) -> None:
-    problem = problem_of(8, longest, (16, 16), head_dim, varlen=True, window_left=window)
-    config = choose(problem)
-    assert (config.warpgroups, config.BLOCK_N) == (warpgroups, keys)
+    """Tiles are (warpgroups, keys of a block, whether rescaling is lazy, programs of a multiprocessor)."""
+    config = choose(problem_of(8, longest, (16, 16), head_dim, varlen=True, window_left=window))
+    assert (config.warpgroups, config.BLOCK_N, config.LAZY_RESCALE, config.PROGRAMS) == tile
+
+
+@walk(
+    ("keys", "tile"),
+    [(320, (2, 64)), (512, (2, 64)), (513, (2, 128)), (1024, (2, 128)), (1025, (3, 128)), (8192, (3, 128))],
+)
+def test_tiles_of_small_heads_without_a_mask(keys: int, tile: tuple[int, int]) -> None:
+    config = choose(problem_of(64, keys, (16, 16), 32, FULL))
+    assert (config.warpgroups, config.BLOCK_N) == tile
 
 
 SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")
@@ -397,7 +410,9 @@ def test_unknown_lengths_and_modifiers_have_the_configuration_of_the_tables(chan
 
 
 @walk(("batch", "seqlen", "heads", "gain", "single"), [(2, 2560, 20, 0.79, True), (3, 3500, 12, 0.97, False)])
-def test_many_keys_keep_pairs(batch: int, seqlen: int, heads: int, gain: float, single: bool) -> None:
+def test_many_keys_must_gain_more_from_single_tiles(
+    batch: int, seqlen: int, heads: int, gain: float, single: bool
+) -> None:
     """Programs of single tiles read the keys of all heads at a time, which must gain more than it costs."""
     problem = problem_of(batch, seqlen, (heads, heads), 256)
     times = [microseconds(work_of(problem, config)) for config in alternatives(of_tables(problem))]

@@ -303,7 +303,7 @@ def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
     for keys in (512, 1024, 4096, 2**16):
         short = choose(replace(problem, seqlen_q=keys, seqlen_k=keys))
         window = choose(replace(problem, window_left=keys - 1))
-        if (head_dim, keys) == (128, 1024):  # lazy rescaling loses 4 to 20 % with both edges
+        if (head_dim, keys) == (128, 1024):  # lazy rescaling loses 11 to 26 % with both edges
             assert (window.LAZY_RESCALE, short.LAZY_RESCALE) == (False, True)
         else:
             assert window == short

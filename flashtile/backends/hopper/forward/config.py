@@ -199,9 +199,9 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     # Exponentials bound these: 16 a clock, as scores of 32 columns take half of the products' time or less.
     # With 128 keys a warp issues 6.2 instructions a score and thread, with 64 keys 7.6.
     (32, 32, False): (
-        (320, _M128_N64_SHARED),
-        # 512 and 1,024 queries fill 89 % of tiles of 192 rows: 152 and 263 us; 128 rows with ping-pong take
-        # 140 and 248. Where 192 divides the queries, 192 rows are 6 % faster (768, 1,152, 1,536 and 1,920).
+        (513, _M128_N64_SHARED),  # heads of 32, 512 keys: 139 us, three warpgroups 152, ping-pong 140
+        # 1,024 queries fill 89 % of tiles of 192 rows. With heads of 32 these take 263 us, 128 rows with
+        # ping-pong 248. Where 192 divides the queries, 128 rows are 4 to 8 % slower (768 to 1,920 queries).
         (1025, _M128_N128_TWO_Q_PING_PONG),
         (ANY_LENGTH, _M192_N128_FREE),  # ping-pong: within 3 %
     ),
@@ -251,7 +251,7 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     ),
     (96, 96, True): (
         (4096, _D96_N128_PING_PONG),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
-        (ANY_LENGTH, None),  # with ping-pong, S 4096, D 96: 0.983, S 6000, D 80: 0.981; windows gain 1 to 5 %
+        (ANY_LENGTH, None),  # with ping-pong, S 4096, D 96: 0.983, S 6000, D 80: 0.981
     ),
     (160, 160, False): ((ANY_LENGTH, _D160_N128),),  # five boxes of 32 columns: S 4096 1.200
     (160, 160, True): ((ANY_LENGTH, _D160_N128),),  # S 2000, D 144 1.536, D 160 1.333 with the queue
@@ -342,15 +342,15 @@ larger by this factor."""
 
 
 _WINDOWS_OF_128 = (
-    (1024, _M128_N64_LAZY),  # 1.035; with packed documents, 64 keys and a window of 512 1.09 and 1.15
+    (1024, _M128_N64_LAZY),  # a window of 512 over blocks of 128 keys: packed 1.09 and 1.15, dense 1.03
     (2048, _M128_N128),  # a window of 1024: packed 1.07 to 1.08, dense 1.04, at head_dim 96 1.06 and 1.20
 )
 # (columns of q and k, of v, packed) -> (keys, config), for masks with both edges. Searched before _TABLE.
 _BOTH_EDGES: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
     # A window of 128 with heads that share tiles: 1.167, not lazy 1.143.
     (64, 64, False): ((512, _M128_N64_SHARED_LAZY),),
-    # Packed documents end within tiles, so a second program helps: windows of 512 to 4096 1.03 to 1.06 for
-    # seven drawn batches, but 0.92 to 0.98 for dense calls.
+    # Six drawn packed batches: 1.03 to 1.06 with windows of 2048 and 4096, over two or three warpgroups; 1.02
+    # with windows of 512, over the same tiles without lazy rescaling. Dense calls: 0.92 to 0.98.
     (64, 64, True): ((4097, _M128_N64_SHARED_LAZY),),
     (128, 128, False): _WINDOWS_OF_128,
     (128, 128, True): _WINDOWS_OF_128,

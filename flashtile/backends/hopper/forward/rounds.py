@@ -41,11 +41,12 @@ ENOUGH_ROUNDS = 8
 WORTHWHILE = 0.97
 """Another configuration is used if its estimated time is below this share of the time of the table's."""
 MAX_SINGLE_BYTES, SINGLE_MISSES = 96 * 2**20, 1.05
-"""If the keys and values of all heads exceed this size, single tiles in place of pairs are taken to need this
-factor of their estimated time, because programs then read many heads at a time. Single tiles took 0.80 of the
-time of pairs with 72 MiB (estimate: 0.76), and 1.05 with 128 MiB (estimate: 0.98). In the kernel of dQ for
-head sizes over 128, they took 0.92 with 103 MiB (estimate: 0.86), 0.92 with 140 MiB (0.95), and 1.02 with 160
-MiB (0.97)."""
+"""If the keys and values of all heads exceed this size, the estimated time of single tiles in place of pairs
+is multiplied by this factor, because programs then read many heads at a time. Single tiles took 0.80 of the
+time of pairs with 72 MiB (estimate: 0.76), and 1.05 with 128 MiB (0.98); at head_dim 256 0.77 with 100 MiB
+(0.78), 0.85 with 110 (0.85) and 0.93 with 120 (0.92). In the kernel of dQ for head sizes over 128, they took
+0.965 of the whole backward pass with 103 MiB, 0.964 with 140 and 1.010 with 160. If dQ is three sevenths of
+the pass, these are 0.92, 0.92 and 1.02 (estimates: 0.85, 0.95, 0.97)."""
 
 
 class Costs(NamedTuple):

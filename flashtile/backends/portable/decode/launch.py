@@ -556,8 +556,6 @@ class DecodeLaunch:
         kept = None if tables is None else tables.get(self)
         if kept is not None:
             out, lse, lse_to, scratch = kept
-            if self._keeps_table:
-                attend = attend.after_table
         else:
             if self._clears:
                 out, lse = self._outputs.cleared(q, out, lse)
@@ -574,7 +572,8 @@ class DecodeLaunch:
                 scratch = q.new_empty(self._partials, dtype=torch.float32)
             if tables is not None and (self._keeps_table or self._clears):
                 tables[self] = Kept(out, lse, lse_to, scratch)
-        attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
+        kernels = attend.after_table if kept is not None and self._keeps_table else attend
+        kernels(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:
             combine(device, scratch, out, lse_to, *_of_combine(tensors))
         if self._attend is None and attend.takes_addresses:

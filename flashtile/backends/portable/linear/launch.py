@@ -36,6 +36,8 @@ from flashtile.hardware.linear_table import GEMV, LIBRARY
 from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
 
+MAX_NORM_COLUMNS = 2**15
+"""Largest K of ``norm_kernel``, whose programs keep a row in registers: 64 numbers of a thread."""
 EPILOGUE_PLACES, EPILOGUE_ROWS = 128, 8
 """Places and rows per program of the epilogue kernel after torch's product. Not measured against others."""
 EPILOGUE_UNIT = 8
@@ -173,6 +175,8 @@ class LibraryLaunch:
         return y
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._problem.K > MAX_NORM_COLUMNS:
+            return torch.nn.functional.rms_norm(x, (self._problem.K,), weight, self._problem.norm_eps)
         y = x.new_empty(x.shape)
         if self._problem.M == 0:
             return y

@@ -432,8 +432,8 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     short_pairs = replace(long, window_left=1023, seqlen_q=2048, seqlen_k=2048)
     yield _forward_case(short_pairs, choose(short_pairs))
     for head_dim in (64, 96, 128):
-        sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 4096, "seqlen_k": 4096}
-        window = replace(_GROUPED_CAUSAL, varlen=True, window_left=1023, **sizes)
+        documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
+        window = replace(documents, seqlen_q=4096, seqlen_k=4096, window_left=1023)
         for same in (window, replace(window, num_heads_kv=window.num_heads_q)):
             yield _forward_case(same, choose(window))
         if head_dim < 128:  # there, documents with every feature have this tile as well

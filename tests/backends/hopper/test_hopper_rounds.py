@@ -264,7 +264,7 @@ def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
             continue
         changed += chosen != table
         works = {config: work_of(problem, config) for config in alternatives(table)}
-        misses = {True: 1.0, False: SINGLE_MISSES}[keys_are_few(problem)]
+        misses = 1.0 if keys_are_few(problem) else SINGLE_MISSES
         times = {
             config: microseconds(other) * (misses if work.paired and not other.paired else 1.0)
             for config, other in works.items()
@@ -428,14 +428,10 @@ def test_estimates_are_kept_for_a_bounded_number_of_calls() -> None:
 @walk(
     ("batch", "seqlen", "heads", "single"),
     [
-        (1, 1024, 8, True),
-        (1, 2048, 8, True),
-        (1, 3072, 16, True),
-        (2, 2560, 20, True),  # the last: 100 MiB
-        (2, 2048, 16, False),
-        (8, 2048, 8, False),
+        (1, 1024, 8, True), (1, 2048, 8, True), (1, 3072, 16, True), (2, 2048, 16, False),
+        (8, 2048, 8, False), (2, 2560, 20, True),  # the last has 100 MiB of keys and values
     ],
-)
+)  # fmt: skip
 def test_few_blocks_of_dq_are_not_paired(batch: int, seqlen: int, heads: int, single: bool) -> None:
     config = choose_backward(problem_of(batch, seqlen, (heads, heads), 256))
     assert (config.paired_below == 0) is single  # type: ignore[attr-defined]

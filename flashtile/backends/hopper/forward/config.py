@@ -341,19 +341,18 @@ BETTER_FILLED = 1.15
 larger by this factor."""
 
 
-_WINDOWS_OF_128 = (
-    (1024, _M128_N64_LAZY),  # a window of 512 over blocks of 128 keys: packed 1.09 and 1.15, dense 1.03
-    (2048, _M128_N128),  # a window of 1024: packed 1.07 to 1.08, dense 1.04, at head_dim 96 1.06 and 1.20
-)
-# (columns of q and k, of v, packed) -> (keys, config), for masks with both edges. Searched before _TABLE.
-_BOTH_EDGES: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig], ...]] = {
-    # A window of 128 with heads that share tiles: 1.167, not lazy 1.143.
-    (64, 64, False): ((512, _M128_N64_SHARED_LAZY),),
-    # Six drawn packed batches: 1.03 to 1.06 with windows of 2048 and 4096, over two or three warpgroups; 1.02
-    # with windows of 512, over the same tiles without lazy rescaling. Dense calls: 0.92 to 0.98.
-    (64, 64, True): ((4097, _M128_N64_SHARED_LAZY),),
-    (128, 128, False): _WINDOWS_OF_128,
-    (128, 128, True): _WINDOWS_OF_128,
+# (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.
+_BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
+    (64, 64): ((512, _M128_N64_SHARED_LAZY),),  # a window of 128 with packed heads: 1.167, not lazy 1.143
+    (128, 128): (
+        (1024, _M128_N64_LAZY),  # a window of 512 over blocks of 128 keys: packed 1.09 and 1.15, dense 1.03
+        (2048, _M128_N128),  # a window of 1024: packed 1.07 to 1.08, dense 1.04, at head_dim 96 1.06 and 1.20
+    ),
+}
+_BOTH_EDGES_PACKED = _BOTH_EDGES | {
+    # Six drawn batches: 1.03 to 1.06 with windows of 2048 and 4096, over two or three warpgroups; 1.02 with
+    # windows of 512, over the same tiles without lazy rescaling. Dense calls: 0.92 to 0.98.
+    (64, 64): ((4097, _M128_N64_SHARED_LAZY),),
 }
 
 
@@ -451,7 +450,8 @@ def of_tables(problem: Problem) -> ForwardConfig:
         return PARTIAL_Q_WINDOWED if windowed else PARTIAL_Q
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
-        for keys, own in _BOTH_EDGES.get((*sizes, problem.varlen), ()):
+        of_edges = _BOTH_EDGES_PACKED if problem.varlen else _BOTH_EDGES
+        for keys, own in of_edges.get(sizes, ()):
             if seen < keys:
                 return own
     config = _row(*sizes, windowed, seen)

@@ -181,12 +181,10 @@ class LibraryLaunch:
         if self._problem.M == 0:
             return y
         if self._norm is None:
-            K, scalars = self._problem.K, (x.stride(0), self._problem.norm_eps)
+            M, K, scalars = self._problem.M, self._problem.K, (x.stride(0), self._problem.norm_eps)
             block = triton.next_power_of_2(K)
             warps = min(max(block // 512, 1), 16)  # 16 numbers of each thread, so two loads of 16 bytes
-            self._norm = CachedLaunch(
-                norm_kernel, self._problem.M, scalars, (K, block), None, num_warps=warps
-            )  # fmt: skip
+            self._norm = CachedLaunch(norm_kernel, M, scalars, (K, block), None, num_warps=warps)
         self._norm(x.device, x, weight, y)
         return y
 

@@ -5,9 +5,10 @@
 
 OLD and NEW are folders that contain ``flashtile/``. Each runs in its own process, and only one is timed at a
 time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid, of
-the workloads ``shapes``, of calls with little work, of packed documents and of chunks (``attention_chunk``),
-and steps over paged caches. The results of the two checkouts are compared before they are timed. A ratio is
-old time / new time, so NEW is faster where it exceeds 1.
+the workloads ``shapes``, of calls with little work, of packed documents, of chunks (``attention_chunk``) and
+of score and mask functions, and steps over paged caches. The results of the two checkouts are compared before
+they are timed. A ratio is old time / new time, so NEW is faster where it exceeds 1. Results are ``identical``
+if their norms and sums are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import itertools
 import json
 import math
 import os
+import random
+import runpy
 import statistics
 import subprocess
 import sys
@@ -96,14 +99,47 @@ def chunk_cells() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def decode_cells() -> list[dict[str, Any]]:
-    """Steps of sequences of equal lengths over a paged cache."""
+def mask_cells() -> list[dict[str, Any]]:
+    """Score functions, mask functions and block masks: the suite's at 4,096 tokens, some of others."""
+    from benchmarks.suite.workloads import select
+
+    named = [w.mod for w in select(["masks"]) if w.seqlen_q == 4096]
+    calls = [(name, 4, 4096, 16, 128) for name in named]
+    calls += [(name, 4, 4096, 32, 64) for name in ("document-causal", "alibi-causal", "global-window")]
+    calls += [("window-by-head", 4, 4096, 16, d) for d in (64, 128)]
+    calls += [("document-causal", 1, 16384, 16, 128), ("relative-document", 8, 2048, 16, 128)]
+    calls += [("tree", 1, 9728, 8, 256), ("document-causal", 2, 8192, 8, 256), ("relative", 4, 4096, 8, 256)]
     return [
-        {"set": "decode", "name": f"{batch}x{length}-t{tokens}-p{page}", "which": "forward", "batch": batch,
-         "cached": length, "tokens": tokens, "page": page, "heads": (32, 8), "head_dim": 128}
+        {"set": "masks", "name": f"{name}-d{d}-s{s}", "which": which, "mod": name, "batch": batch,
+         "seqlen_q": s, "seqlen_k": s, "heads": (heads, heads), "head_dim": d}
+        for name, batch, s, heads, d in calls
+        for which in ("forward", "backward")
+    ]  # fmt: skip
+
+
+def decode_cells() -> list[dict[str, Any]]:
+    """Steps over a paged cache, of sequences of equal lengths and of very different ones."""
+    draw = random.Random(0)
+
+    def uneven(count: int, least: int, most: int) -> list[int]:
+        return [round(least * (most / least) ** draw.random()) for _ in range(count)]
+
+    equal = [
+        (f"{batch}x{length}", [length] * batch, tokens, page, (32, 8))
         for batch, length, tokens, page in (
             (1, 8192, 1, 256), (8, 8192, 1, 16), (64, 2048, 1, 16), (8, 8192, 16, 64), (1, 16384, 256, 16),
         )
+    ]  # fmt: skip
+    ragged = [
+        ("uneven-64", uneven(64, 128, 16384), 1, 16, (32, 8)),
+        ("uneven-16", uneven(16, 1024, 32768), 4, 64, (32, 8)),
+        ("uneven-256", uneven(256, 64, 4096), 1, 256, (28, 4)),
+        ("131072-63x512", [131072] + [512] * 63, 1, 16, (32, 8)),
+    ]
+    return [
+        {"set": "decode", "name": f"{name}-t{tokens}-p{page}", "which": "forward", "cached": cached,
+         "tokens": tokens, "page": page, "heads": heads, "head_dim": 128}
+        for name, cached, tokens, page, heads in equal + ragged
     ]  # fmt: skip
 
 
@@ -137,8 +173,10 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
         arguments["alibi_slopes"] = torch.rand(heads_q, device=DEVICE)
     if cell.get("sink"):
         arguments["sink"] = torch.randn(heads_q, device=DEVICE)
-    attend = flashtile.flash_attn_func
-    if cell.get("chunk"):
+    attend: Callable[..., Any] = flashtile.flash_attn_func
+    if cell.get("mod"):
+        attend, arguments = flashtile.attention, functions_of(cell)
+    elif cell.get("chunk"):
         attend = functools.partial(flashtile.attention, attention_chunk=cell["chunk"])
     elif lengths:
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
@@ -156,6 +194,21 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
     return call, call
 
 
+def functions_of(cell: dict[str, Any]) -> dict[str, Any]:
+    """Return the score function and the block mask of a cell of :func:`mask_cells` as arguments."""
+    import flashtile
+
+    # By its path: the checkout that is imported may have other functions, or none.
+    mods = runpy.run_path(str(Path(__file__).with_name("suite") / "mods.py"))["MODS"]
+    length = cell["seqlen_q"]
+    score_mod, mask_mod = mods[cell["mod"]](length, cell["heads"][0], DEVICE)
+    given: dict[str, Any] = {} if score_mod is None else {"score_mod": score_mod}
+    if mask_mod is not None:
+        create = flashtile.masks.create_block_mask
+        given["block_mask"] = create(mask_mod, None, None, length, length, device=DEVICE)
+    return given
+
+
 def decode_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return what :func:`attention_call` returns, of a cell of :func:`decode_cells`."""
     import torch
@@ -163,12 +216,19 @@ def decode_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], A
     import flashtile
 
     torch.manual_seed(0)
-    (heads_q, heads_kv), head_dim, batch, page = cell["heads"], cell["head_dim"], cell["batch"], cell["page"]
-    q = torch.randn(batch, cell["tokens"], heads_q, head_dim, device=DEVICE, dtype=torch.bfloat16)
-    pages = batch * cell["cached"] // page
+    (heads_q, heads_kv), head_dim, page, cached = (
+        cell["heads"],
+        cell["head_dim"],
+        cell["page"],
+        cell["cached"],
+    )
+    q = torch.randn(len(cached), cell["tokens"], heads_q, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    counts = [math.ceil(length / page) for length in cached]
+    pages = sum(counts)
     k_cache, v_cache = torch.randn(2, pages, page, heads_kv, head_dim, device=DEVICE, dtype=torch.bfloat16)
-    table = torch.randperm(pages, device=DEVICE).int().reshape(batch, -1)
-    lengths = torch.full((batch,), cell["cached"], device=DEVICE, dtype=torch.int32)
+    own = torch.randperm(pages, device=DEVICE).int().split(counts)
+    table = torch.nn.utils.rnn.pad_sequence(list(own), batch_first=True)
+    lengths = torch.tensor(cached, device=DEVICE, dtype=torch.int32)
     call = lambda: flashtile.flash_attn_with_kvcache(  # noqa: E731
         q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True
     )
@@ -324,7 +384,8 @@ def measure(trees: list[Tree], cell: dict[str, Any]) -> dict[str, Any]:
             trees[which].ask("time")
             times[which].append(trees[which].answer())
         old, new = (of_turns(t) for t in times)
-    return {**cell, "old": old, "new": new, "ratio": old / new, "turns": len(times[0])}
+    found = {"old": old, "new": new, "ratio": old / new, "turns": len(times[0])}
+    return {**cell, **found, **({} if cell["which"] == "host" else {"identical": first[0] == first[1]})}
 
 
 def summarise(found: list[dict[str, Any]]) -> None:
@@ -341,13 +402,15 @@ def summarise(found: list[dict[str, Any]]) -> None:
             worst = ", ".join(
                 f"{c['name']} {c['ratio']:.3f} ({c['old']:.4g}/{c['new']:.4g})" for c in timed[:6]
             )
-            print(f"{name}: {len(timed)} cells, geometric mean {mean:.4f}; least {worst}")
+            identical = sum(c.get("identical", False) for c in timed)
+            of = f"{len(timed)} cells, {identical} identical" if "host" not in name else f"{len(timed)} cells"
+            print(f"{name}: {of}, geometric mean {mean:.4f}; least {worst}")
 
 
 def main() -> None:
     makers = {
         "host": host_cells, "grid": grid_cells, "shapes": shape_cells, "little": little_cells,
-        "packed": packed_cells, "chunks": chunk_cells, "decode": decode_cells,
+        "packed": packed_cells, "chunks": chunk_cells, "decode": decode_cells, "masks": mask_cells,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trees", nargs="*", metavar="OLD NEW")

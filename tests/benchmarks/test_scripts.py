@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import flashtile
 import script_runner
-from benchmarks import parallel, two_trees
+from benchmarks import host_backward, parallel, two_trees
 from walk import walk
 
 ROOT = Path(__file__).parents[2]
@@ -47,22 +47,25 @@ def test_what_it_names_of_the_package_is_there(script):
 
 
 SMALL = {
-    "batch": 1, "seqlen_q": 24, "seqlen_k": 40, "lengths": [5, 19], "cached": 32, "page": 16, "tokens": 2,
+    "batch": 1, "seqlen_q": 24, "seqlen_k": 40, "lengths": [5, 19], "page": 16, "tokens": 2,
 }  # fmt: skip
+OF_MASKS = {"batch": 1, "seqlen_q": 128, "seqlen_k": 128, "heads": (2, 2)}
 
 
 def different_cells():
     """Small cells of two_trees, one of those that pass the same arguments."""
     makers = [value for name, value in vars(two_trees).items() if name.endswith("_cells")]
-    cells = [
-        {**cell, **{name: SMALL[name] for name in SMALL if name in cell}} for m in makers for cell in m()
-    ]
     kinds = {}
-    for cell in cells:
+    for cell in (cell for make in makers for cell in make()):
+        small = OF_MASKS if "mod" in cell else SMALL
+        cell = cell | {name: small[name] for name in small if name in cell}
+        if "cached" in cell:
+            cell["cached"] = [33, 5] if len(set(cell["cached"])) > 1 else [32]
         flags = tuple(
             (name, bool(cell.get(name))) for name in ("window", "softcap", "alibi", "sink", "chunk")
         )
-        kinds[cell["set"], cell["which"], cell["set"] == "host" and cell["name"], flags] = cell
+        kind = cell["name"] if cell["set"] == "host" else cell.get("mod", str(cell.get("cached")))
+        kinds[cell["set"], cell["which"], kind, flags] = cell
     return kinds.values()
 
 
@@ -90,6 +93,14 @@ def test_shared_prompts_have_the_states_of_separate_rows(tmp_path):
         "separate": 8 * 27, "separate, sdpa": 8 * 27, "shared": 23 + 8 * 4,
     }  # fmt: skip
     assert results["shared"]["difference"] < 64 * torch.finfo(torch.float32).eps
+
+
+def test_gradients_of_the_host_time_are_those_of_standard_attention():
+    rows = host_backward.measured("1x16x2x8", [1, 16, 2, 8], 1, 1, torch.device("cpu"))
+    timed = {row["name"]: row for row in rows if "error" not in row}
+    assert timed.keys() >= {"flashtile", "sdpa", host_backward.EMPTY}
+    assert all(row["us"] > 0 for row in timed.values())
+    assert timed["flashtile"]["difference"] < host_backward.ALLOWED
 
 
 def test_the_library_takes_the_calls_of_parallel():

@@ -281,7 +281,7 @@ def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(operation: 
         variant: Any
         if operation == "forward":
             variant = forward_variant(problem, plan_of(problem, config))
-            variant = replace(variant, PACK=1, PACKED_HEADS=1)  # as many as a group has
+            variant = replace(variant, PACK=1, PACKED_HEADS=1)  # the next test has them
         elif operation == "backward":  # how heads are divided depends on their number, not on its kind
             variant = backward_variant(problem, replace(config, HEAD_SPLITS=1, ROW_SPLITS=1))
         else:
@@ -293,6 +293,46 @@ def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(operation: 
     assert of_four[0] == ("portable" if operation == "decode" else "hopper")
     for group in GROUPS:
         assert kernel(group) == of_four, group
+
+
+APART = dict.fromkeys(GROUPS, (1, 1))
+POWERS = {group: (group & -group, group & -group) for group in GROUPS}
+SHARING: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
+    "dense, 4,096 rows": ({"seqlen": 4096}, APART),
+    "dense, 320 rows": ({"seqlen": 320}, APART),
+    "dense, 16 rows": ({"seqlen": 16}, POWERS),
+    "window of 128": (
+        {"seqlen": 4096, "window_size": (127, 0)}, APART | {group: POWERS[group] for group in (4, 8, 12)}
+    ),
+    "packed, to 1,024": ({"packed": True, "seqlen": 1024}, POWERS),
+    "packed, to 128": ({"packed": True, "seqlen": 128}, POWERS | {3: (4, 3), 7: (8, 7)}),
+    "packed, to 40": (
+        {"packed": True, "seqlen": 40}, POWERS | {3: (4, 3), 5: (8, 5), 6: (8, 6), 7: (8, 7), 14: (16, 14)}
+    ),
+}  # fmt: skip
+"""Calls, and for each group (PACK, PACKED_HEADS): the rows of a token, and how many of them have a head."""
+
+
+@walk("call", SHARING)
+def test_how_many_heads_of_a_group_share_a_tile(call: str) -> None:
+    """Powers of two that divide the group; short packed documents leave rows unused instead."""
+    options, expected = dict(SHARING[call][0]), SHARING[call][1]
+    seqlen, packed = options.pop("seqlen"), options.pop("packed", False)
+    found = {}
+    for group in GROUPS:
+        shape = (8192,) if packed else (4, seqlen)
+        q, k = (torch.empty(*shape, n, 128, dtype=torch.bfloat16, device="meta") for n in (4 * group, 4))
+        attend: Any = flashtile.flash_attn_func
+        if packed:
+            offsets = torch.empty(17, dtype=torch.int32, device="meta")
+            lengths = {f"max_seqlen_{side}": seqlen for side in "qk"}
+            attend = partial(
+                flashtile.flash_attn_varlen_func, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **lengths
+            )
+        choice = flashtile.explain(attend, q, k, k, causal=True, **options, card=CARDS["h200"])["forward"]
+        variant = forward_variant(choice.problem, plan_of(choice.problem, choice.config))
+        found[group] = variant.PACK, variant.PACKED_HEADS
+    assert found == expected
 
 
 def test_the_layers_of_a_step_over_shared_keys_launch_one_table_and_no_fills() -> None:

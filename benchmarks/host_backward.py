@@ -60,7 +60,7 @@ def main(
 ) -> None:
     """Print the least and the median microseconds of each contestant, over the rounds."""
     place = machine.find_device(device)
-    document = {
+    document: dict[str, Any] = {
         "schema": 1,
         "kind": "host_backward",
         "date": datetime.date.today().isoformat(),
@@ -89,7 +89,9 @@ def measured(
     ]
     expected = gradients(standard, [t.float() for t in tensors])()
     contestants: dict[str, Callable[[], Any]] = {}
-    rows = {name: {"call": shape, "name": name} for name in ("flashtile", *SDPA, EMPTY)}
+    rows: dict[str, dict[str, Any]] = {
+        name: {"call": shape, "name": name} for name in ("flashtile", *SDPA, EMPTY)
+    }
     for name, row in rows.items():
         try:
             heads_first = name in SDPA

@@ -20,8 +20,15 @@ The workloads, all with ``ignore_eos``:
     steps64          greedy steps of 64 sequences behind 1,024 tokens: the difference of two runs, so without
                      prompts
 
-``equal_answers`` is the share of greedy answers to the same 32 prompts with the tokens of the first
-contestant. Answers part at ties.
+Greedy answers to prompts of 200 tokens of their own, 32 ``alone`` and 32 ``shared`` ones behind the same
+2,048 tokens, are compared with those of the first contestant of the same library, which has the same weights.
+``equal_answers`` is the share of answers with equal tokens. The others part at ties: ``parted`` has for each
+of them the place of the first other token, and the contestant's difference of log-probabilities between the
+two tokens there. It is None if the difference is above 0.25, so no tie, or if the first contestant's token is
+not among the five likeliest.
+
+The file of ``--json`` is written after every round, so a run that is cut off loses one round at most.
+``first_round`` has the rates of the rounds that compile.
 """
 
 from __future__ import annotations
@@ -41,13 +48,20 @@ from typing import Any
 
 from benchmarks.suite.documents import source_commit
 from benchmarks.suite.engine_bench import SERVED, sharegpt_lengths, tokens, write_model
+from flashtile.files import replace_file
 from flashtile.hardware import machine
 
 CONTESTANTS = "flashtile,FLASH_ATTN,CUSTOM,CUSTOM+cascade"
 WORKLOADS = "32x8x1024,8x16x4096,256x1x1024,32x8x1024x512,requests1000,greedy1000,prompts32x8000,steps64"
 WORKLOAD = re.compile(r"(requests|greedy|steps)\d+|prompts\d+x\d+|\d+x\d+x\d+(x\d+)?")
-Answers = list[list[list[int]]]
-Generate = Callable[[list[list[int]], list[dict[str, Any]]], Answers]
+ALONE, SHARED = "alone", "shared"
+OWN_TOKENS, COMMON_TOKENS, GREEDY_TOKENS = 200, 2048, 64
+LIKELIEST = 5
+"""Number of the likeliest tokens that are compared with the chosen one."""
+NEAR = 0.25
+"""Largest difference of log-probabilities that is kept."""
+Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[Any]]
+"""(prompts, sampling parameters) -> outputs, of whose fields vLLM and flashtile have the same names."""
 
 
 def flashtile_engine(folder: Path, options: argparse.Namespace, invariant: bool) -> Generate:
@@ -58,9 +72,8 @@ def flashtile_engine(folder: Path, options: argparse.Namespace, invariant: bool)
         enforce_eager=options.eager, batch_invariant=invariant, **json.loads(options.ours),
     )  # fmt: skip
 
-    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> Answers:
-        outputs = llm.generate(prompts, [SamplingParams(**own) for own in params])
-        return [[answer.token_ids for answer in output.outputs] for output in outputs]
+    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Any]:
+        return llm.generate(prompts, [SamplingParams(**own) for own in params], use_tqdm=False)
 
     return generate
 
@@ -73,11 +86,10 @@ def vllm_engine(folder: Path, options: argparse.Namespace, backend: str) -> Gene
         enforce_eager=options.eager, attention_backend=backend, **json.loads(options.more),
     )  # fmt: skip
 
-    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> Answers:
+    def generate(prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Any]:
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         wanted = [vllm.SamplingParams(detokenize=False, **own) for own in params]
-        outputs = llm.generate(given, wanted, use_tqdm=False)
-        return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+        return llm.generate(given, wanted, use_tqdm=False)
 
     return generate
 
@@ -109,7 +121,7 @@ def timed(generate: Generate, given: list[tuple[list[int], dict[str, Any]]]) -> 
     begun = time.perf_counter()
     outputs = generate([prompt for prompt, _ in given], params)
     seconds = time.perf_counter() - begun
-    made = [sum(map(len, answers)) for answers in outputs]
+    made = [sum(len(answer.token_ids) for answer in output.outputs) for output in outputs]
     wanted = [own.get("n", 1) * own["max_tokens"] for own in params]
     if made != wanted:
         raise AssertionError("answers that are not as long as was asked")
@@ -131,8 +143,86 @@ def rate(generate: Generate, workload: str, options: argparse.Namespace, turn: i
     return batch * steps / (long - short)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the new tokens per second of each workload, and greedy tokens, of one engine."""
+def greedy_answers(generate: Generate, model: str) -> dict[str, list[dict[str, Any]]]:
+    """Return greedy answers of each kind of prompt: tokens, and log-probabilities of those that came near.
+
+    ``near`` has a dict for each token of the answer: other token (as text, as in JSON) -> log-probability of
+    the chosen token minus that of the other one, if they are near.
+    """
+    sizes, vocab_size = SERVED[model][:2]
+    own, common, new = (
+        min(most, sizes.longest // part)
+        for most, part in ((OWN_TOKENS, 4), (COMMON_TOKENS, 2), (GREEDY_TOKENS, 8))
+    )
+    prompts = [tokens(own, vocab_size, seed) for seed in range(32)]
+    system = tokens(common, vocab_size, 32)
+    params = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "logprobs": LIKELIEST}
+    found = {}
+    for kind, given in ((ALONE, prompts), (SHARED, [system + prompt for prompt in prompts])):
+        answers = [output.outputs[0] for output in generate(given, [params] * len(given))]
+        found[kind] = [
+            {
+                "tokens": list(answer.token_ids),
+                "near": [
+                    {
+                        str(token): round(likeliest[chosen].logprob - other.logprob, 4)
+                        for token, other in likeliest.items()
+                        if token != chosen and likeliest[chosen].logprob - other.logprob <= NEAR
+                    }
+                    for chosen, likeliest in zip(answer.token_ids, answer.logprobs, strict=True)
+                ],
+            }
+            for answer in answers
+        ]
+    return found
+
+
+def compare(document: dict[str, Any]) -> None:
+    """Add ``equal_answers`` and ``parted`` to all results.
+
+    They are compared with the first contestant of the same library, because the random weights of vLLM and of
+    flashtile are not the same.
+    """
+    first: dict[bool, dict[str, Any]] = {}
+    for name, found in document["results"].items():
+        found["equal_answers"], found["parted"] = {}, {}
+        if found["greedy"]:  # else it failed
+            first.setdefault(name.startswith("flashtile"), found["greedy"])
+        reference = first.get(name.startswith("flashtile"), {})
+        for kind, answers in found["greedy"].items():
+            pairs = list(zip(answers, reference[kind], strict=True))
+            other = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
+            found["equal_answers"][kind] = 1 - len(other) / len(pairs)
+            found["parted"][kind] = [parting(*pair) for pair in other]
+
+
+def parting(own: dict[str, Any], other: dict[str, Any]) -> tuple[int, float | None]:
+    """Return (place of the first other token, difference of the two tokens there if they are near)."""
+    tokens_of_both = list(zip(own["tokens"], other["tokens"], strict=True))
+    place = next(i for i, (mine, theirs) in enumerate(tokens_of_both) if mine != theirs)
+    return place, own["near"][place].get(str(other["tokens"][place]))
+
+
+def new_document(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "kind": "beside-vllm", "versions": machine.versions(), "source": source_commit(),
+        "device": machine.describe_device(machine.find_device(None)), "model": options.model,
+        "new": options.new, "results": {},
+    }  # fmt: skip
+
+
+def keep(options: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
+    """Write what is known of a contestant to the file, beside the others' results."""
+    known = options.json.exists()
+    document = json.loads(options.json.read_text()) if known else new_document(options)
+    empty: dict[str, Any] = {"greedy": {}, "first_round": {}, "rounds": {}}
+    document["results"][name] = document["results"].get(name, empty) | found
+    compare(document)
+    replace_file(options.json, json.dumps(document) + "\n")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure one engine, and write the new tokens per second of each workload and its greedy answers."""
     name, _, variant = options.engine.partition("+")
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
@@ -141,19 +231,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             generate = flashtile_engine(folder, options, variant == "invariant")
         else:
             generate = vllm_engine(folder, options, name)
-    prompts = [tokens(200, SERVED[options.model][1], seed) for seed in range(32)]
-    greedy = generate(prompts, [{"temperature": 0, "max_tokens": 64, "ignore_eos": True}] * len(prompts))
-    results: dict[str, Any] = {
-        "seconds_to_start": time.perf_counter() - begun,
-        "greedy": greedy,
-        "rounds": {},
-    }
+    greedy = greedy_answers(generate, options.model)
+    found: dict[str, Any] = {
+        "seconds_to_start": time.perf_counter() - begun, "greedy": greedy, "first_round": {}, "rounds": {},
+    }  # fmt: skip
+    keep(options, options.engine, found)
     for workload in options.workloads.split(","):
-        rates = [rate(generate, workload, options, turn) for turn in range(options.rounds + 1)]
-        results["rounds"][workload] = rates[1:]  # the first one compiles
-        print(f"{options.engine:20} {workload:16} {max(rates[1:]):10,.0f} new tokens/s", flush=True)
-        options.json.write_text(json.dumps(results))
-    return results
+        for turn in range(options.rounds + 1):
+            measured = rate(generate, workload, options, turn)
+            if turn == 0:  # it compiles
+                found["first_round"][workload] = measured
+            else:
+                found["rounds"].setdefault(workload, []).append(measured)
+            print(f"{options.engine:20} {workload:16} {turn} {measured:10,.0f} new tokens/s", flush=True)
+            keep(options, options.engine, found)
 
 
 def main() -> None:
@@ -176,15 +267,11 @@ def main() -> None:
     if options.engine is not None:
         run(options)
         return
-    document: dict[str, Any] = {
-        "kind": "beside-vllm", "versions": machine.versions(), "source": source_commit(),
-        "device": machine.describe_device(machine.find_device(None)), "model": options.model,
-        "new": options.new, "results": {},
-    }  # fmt: skip
-    for name in options.contestants.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "results.json"
-            given = [*sys.argv[1:], "--engine", name, "--json", str(file)]
+    with tempfile.TemporaryDirectory() as folder:
+        options.json = options.json or Path(folder) / "results.json"
+        replace_file(options.json, json.dumps(new_document(options)) + "\n")
+        for name in options.contestants.split(","):
+            given = [*sys.argv[1:], "--engine", name, "--json", str(options.json)]
             environment = {
                 **os.environ,
                 "FLASHTILE_CASCADE_ATTENTION": str(int(name.endswith("+cascade"))),
@@ -193,15 +280,10 @@ def main() -> None:
             code = subprocess.run(
                 [sys.executable, "-m", "benchmarks.beside_vllm", *given], env=environment
             ).returncode
-            found = json.loads(file.read_text()) if file.exists() else {"rounds": {}, "greedy": []}
-        if code:
-            found["failed"] = f"exit code {code}"
-        first = next(iter(document["results"].values()), found)["greedy"]
-        equal = [one == other for one, other in zip(found["greedy"], first, strict=False)]
-        found["equal_answers"] = sum(equal) / len(equal) if equal else None
-        document["results"][name] = found
-        if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            if code:
+                keep(options, name, {"failed": f"exit code {code}"})
+        for name, found in json.loads(options.json.read_text())["results"].items():
+            print(f"{name:20} equal answers {found['equal_answers']} parted {found['parted']}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import flashtile
 from benchmarks.suite.inputs import Inputs, residual
+from benchmarks.suite.jvp_peers import published
 from benchmarks.suite.mods import tree_segments
 from benchmarks.suite.peers import (
     FlashAttention,
@@ -415,7 +416,7 @@ def peers(kind: str) -> tuple[Peer, ...]:
     if kind in ("statistics", "mass"):
         return ()
     if kind == "jvp":
-        return (JvpFlashAttention(), StandardMoving())
+        return (JvpFlashAttention(), *published(), StandardMoving())
     if kind == "tree":
         return (Repeated(), FlexAttention(), FlexAttention(flash=True))
     if kind == "masks":

@@ -156,8 +156,8 @@ def main() -> None:
         "versions": machine.versions(),
         "source": source_commit(),
         "device": machine.describe_device(torch.device("cpu")),
-        "note": "Stubbed launches: no kernel is launched. Microseconds, the least of 60 batches, on two cores "
-        "shared with other processes, without garbage collection.",
+        "note": "Stubbed launches: no kernel is launched. Microseconds, the least of 60 batches, "
+        "on two cores shared with other processes, without garbage collection.",
     }
     if given.out is not None:
         lines = [json.dumps({key: value})[1:-1] + "," for key, value in head.items()]

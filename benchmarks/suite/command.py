@@ -265,7 +265,8 @@ def _split(values: Names | None) -> list[str]:
 def _passes(values: Names | None, kind: str, device: torch.device) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(_split(values)))
     if not chosen:
-        return ("forward", "graph") if kind in ("decode", "mass") and device.type == "cuda" else ("forward",)
+        replayed = kind in ("decode", "mass", "invariant") and device.type == "cuda"
+        return ("forward", "graph") if replayed else ("forward",)
     backward = [which for which in chosen if which in workloads.PASSES and runner.needs_gradients(which)]
     if kind not in ("attention", "masks", "tree", "jvp") and backward:
         raise ValueError(f"pass must be forward or graph for {kind} workloads, got {', '.join(backward)}")

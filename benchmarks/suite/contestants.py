@@ -223,6 +223,57 @@ class WithMass(Decoding):
         return self.over(flashtile.flash_attn_with_kvcache, workload, inputs, mass=mass)
 
 
+class Free(Decoding):
+    """flashtile's usual call: packed prompts, or decoding if the workload has a cache."""
+
+    ours = False  # what invariant calls are compared with
+    label = "flashtile-free"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return self.of(workload, inputs)
+
+    def of(self, workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
+        if workload.cache is None:
+            return self._call(workload, inputs, **more)
+        return self.over(flashtile.flash_attn_with_kvcache, workload, inputs, **more)
+
+
+class Invariant(Free):
+    """The same call with ``invariant=True``.
+
+    It is timed only if its last row has the bits that the row's token has in a call of its own.
+    """
+
+    ours = True
+    label = "flashtile-invariant"
+    split_size: int | None = None
+    """Keys of a part in decoding; None is one part."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        parts: dict[str, Any] = {} if self.split_size is None else {"split_size": self.split_size}
+        call = self.of(workload, inputs, invariant=True, **parts)
+        last = len(workload.sequences) - 1
+        k, v = (inputs.keys_of(t, last)[None].contiguous() for t in (inputs.k, inputs.v))
+        q = inputs.rows_of(inputs.q, last)[-1:]
+        alone = flashtile.flash_attn_with_kvcache(
+            q[None], k, v, invariant=True, backend=self._backend, **parts
+        )
+        together = inputs.rows_of(call.attend(inputs.q, inputs.k, inputs.v), last)[-1:]
+        if not torch.equal(together, alone[0]):
+            raise ArithmeticError("the last row has not the bits that its token alone has")
+        return call
+
+
+class InvariantInParts(Invariant):
+    """The same with the keys in parts of one size, so that few long sequences keep the device busy."""
+
+    label = "flashtile-invariant-parts"
+    split_size = 1024
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        return "packed prompts are not divided into parts" if workload.cache is None else None
+
+
 class SharedPrefix(Decoding):
     """flashtile's decoding with one more argument, the length of the prefix that all sequences share."""
 
@@ -401,6 +452,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
     "mass": (Decoding, WithMass),
+    "invariant": (Invariant, InvariantInParts),
 }
 """Adapters of flashtile by kind of workload. Their argument names a backend; None lets dispatch choose."""
 
@@ -415,6 +467,8 @@ def peers(kind: str) -> tuple[Peer, ...]:
         return (Eager(),)
     if kind in ("statistics", "mass"):
         return ()
+    if kind == "invariant":
+        return (Free(),)
     if kind == "jvp":
         return (JvpFlashAttention(), *published(), StandardMoving())
     if kind == "tree":

@@ -62,6 +62,7 @@ class Workload:
         statistics: whether the largest scores and the entropy are measured beside the call without them.
         tangents: whether q, k and v have tangents, and the call computes that of out (forward mode).
         mass: whether decoding that adds the mass of keys is measured beside the step without it.
+        invariant: whether calls whose rows have the same bits in every batch are measured beside usual ones.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
         drawn_from: name of the class that the workload was drawn from (:mod:`benchmarks.suite.drawn`), or "".
         tags: names of the sets that the workload belongs to.
@@ -90,13 +91,14 @@ class Workload:
     statistics: bool = False
     tangents: bool = False
     mass: bool = False
+    invariant: bool = False
     drawn_from: str = ""
     tags: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
         """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights",
-        "statistics", "jvp", "fp8", "mass" or "decode"."""
+        "statistics", "jvp", "fp8", "mass", "invariant" or "decode"."""
         if self.mod:
             return "tree" if self.mod == "tree" else "masks"
         if self.weights:
@@ -107,6 +109,8 @@ class Workload:
             return "jvp"
         if self.mass:
             return "mass"
+        if self.invariant:
+            return "invariant"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property

@@ -329,6 +329,25 @@ FIXED: tuple[Workload, ...] = (
         for d in PAPER_HEAD_DIMS
         for suffix, causal in MASKS
     ),
+    # Prompts, steps, and steps with a chunk of a prompt, whose rows have the same bits in every batch
+    *(
+        _lengths(
+            f"invariant-{b}x{s}", _square(*(s,) * b), "invariant", (32, 8, 128), "invariant-prompts",
+            causal=True, invariant=True,
+        )
+        for b, s in ((4, 2048), (2, 4096), (1, 8192))
+    ),
+    *(
+        _decode(f"invariant-{b}x{s}", (s,) * b, "invariant", series="invariant", invariant=True)
+        for b, s in ((64, 1024), (64, 8192), (8, 8192))
+    ),
+    *(
+        _lengths(
+            f"decode-invariant-{b}x1024-chunk{n}", ((n, 1024), *((1, 1024),) * b), "invariant", (32, 8, 128),
+            "decode-invariant-chunk", causal=True, cache=KVCache(), invariant=True,
+        )
+        for b, n in ((63, 512), (31, 1024))
+    ),
     # A step that adds the mass of keys, beside the same step without it
     *(
         _decode(
@@ -380,6 +399,13 @@ FIXED: tuple[Workload, ...] = (
     _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
     _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **FLOAT32),
     _decode("ci-mass", (70, 9, 130), "ci-mass", (4, 2, 32), mass=True, **FLOAT32),
+    _lengths(
+        "ci-invariant", _square(50, 9), "ci-invariant", (4, 2, 32), causal=True, invariant=True, **FLOAT32
+    ),
+    _lengths(
+        "decode-ci-invariant", [(1, 70), (9, 9), (1, 130)], "ci-invariant", (4, 2, 32), causal=True,
+        cache=KVCache(), invariant=True, **FLOAT32,
+    ),
     *drawn.small_workloads(),
 )  # fmt: skip
 
@@ -397,5 +423,6 @@ def small_call(kind: str, device_type: str) -> Workload:
     weights = "columns" if kind == "weights" else ""
     return Workload(
         "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights,
-        statistics=kind == "statistics", tangents=kind == "jvp",
+        statistics=kind == "statistics", tangents=kind == "jvp", invariant=kind == "invariant",
+        lengths=((128, 128),) if kind == "invariant" else None,  # only packed prompts have the option
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Groups of sequences whose block tables begin with the same blocks. A step reads these blocks once a group.
 
 Answers of one prompt share its blocks, and so do prompts that found their beginning in the prefix cache. All
-that counts is the block table, so forks, beams and swapped sequences need no rules of their own.
+that counts is the block table, so forks, beams and swapped sequences need no rules of their own. Only full
+blocks of prompts are compared: what beams share of their answers is read by each of them.
 
 The sequences of a step are kept sorted by their first blocks, so that those with a common prefix are
 adjacent, and the number of blocks that neighbours have in common is known. A group is a range whose

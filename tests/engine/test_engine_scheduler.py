@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+import called
 from flashtile.compilation.calls import Call, sizes_between
 from flashtile.engine.config import parse_config
 from flashtile.engine.request import Request, State
@@ -133,6 +134,19 @@ def test_parallel_answers_are_forked_when_the_prompt_is_done_and_copy_on_write()
     for _ in range(4):
         world.step()
     assert request.finished
+
+
+def test_a_fork_calls_few_functions():
+    """The step that completes a prompt forks its answers, for which the device waits."""
+
+    def functions(answers: int, prompt: int) -> int:
+        world = World(blocks=64, seqs=32, budget=64)
+        world.add(prompt, n=answers)
+        return called.functions_called(world.scheduler.schedule)
+
+    forks = functions(32, 9) - functions(2, 9)
+    assert forks < 30 * 20
+    assert functions(32, 41) - functions(2, 41) == forks  # the length of the prompt does not matter
 
 
 def test_answers_to_come_have_their_seats():

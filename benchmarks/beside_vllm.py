@@ -231,9 +231,10 @@ def run(options: argparse.Namespace) -> None:
             generate = flashtile_engine(folder, options, variant == "invariant")
         else:
             generate = vllm_engine(folder, options, name)
+    seconds = time.perf_counter() - begun
     greedy = greedy_answers(generate, options.model)
     found: dict[str, Any] = {
-        "seconds_to_start": time.perf_counter() - begun, "greedy": greedy, "first_round": {}, "rounds": {},
+        "seconds_to_start": seconds, "greedy": greedy, "first_round": {}, "rounds": {},
     }  # fmt: skip
     keep(options, options.engine, found)
     for workload in options.workloads.split(","):

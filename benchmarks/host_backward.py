@@ -76,6 +76,8 @@ def main(
         document["rows"] += measured(shape, [int(size) for size in shape.split("x")], rounds, calls, place)
         if json_file is not None:
             json_file.write_text(json.dumps(document, indent=1) + "\n")
+    if any("error" in row for row in document["rows"] if row["name"] == "flashtile"):
+        raise typer.Exit(1)
 
 
 def measured(

@@ -8,7 +8,7 @@ time. The cells are the host time to issue small calls, and both passes of the F
 the workloads ``shapes``, of calls with little work, of packed documents, of chunks (``attention_chunk``) and
 of score and mask functions, and steps over paged caches. The results of the two checkouts are compared before
 they are timed. A ratio is old time / new time, so NEW is faster where it exceeds 1. Results are ``identical``
-if their norms and sums are the same to the last bit.
+if their norms and the sums of every seventh element are the same to the last bit.
 """
 
 from __future__ import annotations

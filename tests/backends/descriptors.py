@@ -63,7 +63,10 @@ class Instruction:
         elif self.opcode.startswith("UIADD3"):  # additions to a descriptor's lower half never carry
             values[written[0]] = total([value(text, registers) for text in sources[:3]])
         if self.guard is not None:
-            values = {r: met(registers.get(r, UNSET), found) for r, found in values.items()}
+            # If what the register held is no constant, its value is unknown: a branch behind this instruction
+            # may have the same condition, and conditions are not followed.
+            held = {r: max(registers.get(r, UNSET), UNKNOWN) for r in values}
+            values = {r: met(held[r], found) for r, found in values.items()}
         return {**registers, **values}
 
     def upper_halves(self) -> list[int]:

@@ -31,6 +31,7 @@ import flashtile
 from benchmarks.suite.documents import source_commit
 from flashtile.hardware import machine
 from flashtile.hardware.timing import median_time, synchronize
+from flashtile.reference import attention as reference
 
 ALLOWED = 0.02
 """Largest allowed difference from float32's gradients, relative to their norm."""
@@ -89,6 +90,7 @@ def measured(
     tensors = [
         torch.randn(batch, tokens, heads, head_dim, device=place, dtype=torch.bfloat16) for _ in range(4)
     ]
+    standard = lambda q, k, v: reference.attention(q, k, v, causal=True)[0]  # noqa: E731
     expected = gradients(standard, [t.float() for t in tensors])()
     contestants: dict[str, Callable[[], Any]] = {}
     rows: dict[str, dict[str, Any]] = {
@@ -145,12 +147,6 @@ def attend_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return attend
-
-
-def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -14,6 +14,7 @@ import datetime
 import gc
 import json
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,7 @@ BATCHES = 60
 
 def least(call: Callable[[], Any], calls: int) -> float:
     """Return the microseconds of a call, the least mean of ``calls`` calls."""
-    times = []
-    for _ in range(BATCHES):
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - begun) / calls * 1e6)
-    return round(min(times), 2)
+    return round(min(timeit.repeat(call, number=calls, repeat=BATCHES)) / calls * 1e6, 2)
 
 
 def plugin_rows() -> Iterator[dict[str, Any]]:

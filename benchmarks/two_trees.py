@@ -216,12 +216,8 @@ def decode_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], A
     import flashtile
 
     torch.manual_seed(0)
-    (heads_q, heads_kv), head_dim, page, cached = (
-        cell["heads"],
-        cell["head_dim"],
-        cell["page"],
-        cell["cached"],
-    )
+    (heads_q, heads_kv), cached = cell["heads"], cell["cached"]
+    head_dim, page = cell["head_dim"], cell["page"]
     q = torch.randn(len(cached), cell["tokens"], heads_q, head_dim, device=DEVICE, dtype=torch.bfloat16)
     counts = [math.ceil(length / page) for length in cached]
     pages = sum(counts)
@@ -384,8 +380,10 @@ def measure(trees: list[Tree], cell: dict[str, Any]) -> dict[str, Any]:
             trees[which].ask("time")
             times[which].append(trees[which].answer())
         old, new = (of_turns(t) for t in times)
-    found = {"old": old, "new": new, "ratio": old / new, "turns": len(times[0])}
-    return {**cell, **found, **({} if cell["which"] == "host" else {"identical": first[0] == first[1]})}
+    found = {**cell, "old": old, "new": new, "ratio": old / new, "turns": len(times[0])}
+    if cell["which"] != "host":
+        found["identical"] = first[0] == first[1]
+    return found
 
 
 def summarise(found: list[dict[str, Any]]) -> None:

@@ -143,8 +143,9 @@ def flash_attn_with_kvcache(
         invariant: give the result of each query the same bits in all calls, for any other sequences, and
             whether the queries of its sequence are in one call or in several. The sums over keys then have
             one order, and calls of :func:`flash_attn_varlen_func` with ``invariant`` have the same. Parts are
-            chosen by ``split_size`` only; another size is another order. Cannot be combined with
-            ``tree_mask`` or ``softmax_max``.
+            chosen by ``split_size`` only; another size is another order. On Hopper, tensors that TMA cannot
+            address (pointers or strides that are no multiples of 16 bytes) have another kernel, and so
+            another order. Cannot be combined with ``tree_mask`` or ``softmax_max``.
         softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
             from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,
             Hong et al. 2023, arXiv:2311.01282, section 3). The result is as accurate as with the maximum:

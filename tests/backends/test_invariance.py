@@ -16,66 +16,23 @@ from flashtile.backends.portable.decode import config as decode_config
 from flashtile.backends.portable.linear import config as linear_config
 from flashtile.hardware.cards import CARDS
 from flashtile.problems.linear import LinearProblem
+from packed_and_paged import CALLS, Sequences, bits
 
 BACKENDS = [
     "cpu",
     pytest.param("portable", marks=pytest.mark.interpreter),
     pytest.param(None, marks=pytest.mark.gpu),
 ]
-LENGTHS = (70, 1, 20, 41)
 LONGER = 32
 """Factor of all lengths and positions on a GPU."""
-PAGE = 16
 
 
 def device_of(backend: str | None) -> str:
     return "cuda" if backend is None else "cpu"
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.int16)
-
-
-class Sequences:
-    """Packed queries, keys and values, and a paged cache that holds the same keys and values."""
-
-    def __init__(self, dtype: torch.dtype, heads: int, heads_kv: int, head_dim: int, device: str = "cpu"):
-        torch.manual_seed(0)
-        self.times = LONGER if device == "cuda" else 1
-        self.lengths = [length * self.times for length in LENGTHS]
-        total = sum(self.lengths)
-        self.q = torch.randn(total, heads, head_dim).to(dtype)
-        self.k, self.v = (torch.randn(total, heads_kv, head_dim).to(dtype) for _ in "kv")
-        self.starts = torch.tensor([0, *self.lengths]).cumsum(0).int()
-        columns = -(-max(self.lengths) // PAGE)
-        self.table = torch.randperm(len(LENGTHS) * columns).int().view(len(LENGTHS), columns)
-        self.k_cache, self.v_cache = torch.zeros(2, self.table.numel(), PAGE, heads_kv, head_dim, dtype=dtype)
-        for b, length in enumerate(self.lengths):
-            position = torch.arange(length)
-            where = self.table[b, position // PAGE].long(), position % PAGE
-            for cache, packed in ((self.k_cache, self.k), (self.v_cache, self.v)):
-                cache[where] = packed[self.starts[b] : self.starts[b + 1]]
-        for name in ("q", "k", "v", "starts", "table", "k_cache", "v_cache"):
-            setattr(self, name, getattr(self, name).to(device))
-
-    def whole(self, **options: Any) -> Tensor:
-        most = max(self.lengths)
-        offsets = self.starts, self.starts, most, most
-        return flashtile.flash_attn_varlen_func(self.q, self.k, self.v, *offsets, causal=True, **options)
-
-    def over_cache(self, sequences: list[int], first: int, tokens: int, **options: Any) -> tuple:
-        """Attend with ``tokens`` tokens of each sequence, from position ``first`` on, over the cache.
-
-        Returns (out, the rows of packed tensors that it corresponds to).
-        """
-        first, tokens = first * self.times, tokens * self.times if tokens > 1 else 1
-        device = self.q.device
-        rows = torch.cat([self.starts[b] + first + torch.arange(tokens, device=device) for b in sequences])
-        lengths = torch.full((len(sequences),), first + tokens, dtype=torch.int32, device=device)
-        given = {"cache_seqlens": lengths, "block_table": self.table[sequences], "causal": True}
-        given |= {"invariant": True, **options}
-        q = self.q[rows].unflatten(0, (len(sequences), tokens))
-        return flashtile.flash_attn_with_kvcache(q, self.k_cache, self.v_cache, **given).flatten(0, 1), rows
+def sequences_on(device: str, *sizes: Any) -> Sequences:
+    return Sequences(*sizes, device, LONGER if device == "cuda" else 1)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -91,30 +48,21 @@ CASES: dict[str, dict[str, Any]] = {
 def test_whole_sequences_chunks_and_single_tokens_have_the_same_bits(name, backend):
     device = device_of(backend)
     options = {"heads": (2, 1), "backend": backend, **CASES[name]}
-    sequences = Sequences(
-        options.pop("dtype"), *options.pop("heads"), 128 if device == "cuda" else 24, device
-    )
+    head_dim = 128 if device == "cuda" else 24
+    sequences = sequences_on(device, options.pop("dtype"), *options.pop("heads"), head_dim)
     if "sink" in options:
         options["sink"] = options["sink"].to(device)
     whole = sequences.whole(invariant=True, **options)
     # The bounds are those of rounding; whether the values are right, the oracles of other tests say.
     torch.testing.assert_close(whole, sequences.whole(**options), atol=4e-3, rtol=4e-3)
-    calls = [
-        ([0], 0, 70),
-        ([3, 0], 11, 30),
-        ([0], 63, 7),
-        ([2], 19, 1),
-        ([1, 0, 3, 2], 0, 1),
-        ([0, 3], 40, 1),
-    ]
-    for call in calls:
+    for call in CALLS:
         found, rows = sequences.over_cache(*call, **options)
         assert torch.equal(bits(found), bits(whole[rows])), call
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_a_fixed_size_are_part_of_the_order(backend):
-    sequences = Sequences(torch.float16, 2, 1, 16, device_of(backend))
+    sequences = sequences_on(device_of(backend), torch.float16, 2, 1, 16)
     options = {"split_size": 32 * sequences.times, "backend": backend}
     whole, _ = sequences.over_cache([0], 0, 70, **options)
     for first, tokens in ((0, 1), (31, 1), (32, 1), (69, 1), (50, 20)):

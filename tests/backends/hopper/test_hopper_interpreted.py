@@ -57,6 +57,7 @@ from flashtile.tools.inspection.attention import GROUPED
 from gluon_interpreter import Edited, interpreted
 from linear_calls import Call
 from listed_calls import LISTED_CALLS, SMALL_SCORES, check_gradients_beside_small_scores, check_small_scores
+from packed_and_paged import CALLS, Sequences, bits
 
 exhaustive = pytest.mark.exhaustive
 SMALL = Case(
@@ -715,6 +716,36 @@ def check_decode(tensors: tuple, arguments: dict[str, Any], seed: int = 0, **mor
 )
 def test_decode(name: str) -> None:
     check_decode(*decode_cases.build(DECODE[name], BF16, "cpu"))
+
+
+INVARIANT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": (80, 0)},
+    "soft-cap": {"heads": (6, 2), "softcap": 5.0},
+    "sink": {"sink": torch.tensor([0.5, -1.0])},
+    "d64": {"head_dim": 64},
+    "d256": {"head_dim": 256},
+    "parts": {"split_size": 128},
+}
+"""Arguments of invariant calls; heads (2, 1) of 128 columns by default."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("plain", "window") else pytest.param(name, marks=exhaustive) for name in INVARIANT],
+)
+def test_prompts_chunks_and_single_tokens_have_the_same_bits(name: str) -> None:
+    options = {"heads": (2, 1), "head_dim": 128, **INVARIANT[name], "backend": "hopper"}
+    sequences = Sequences(BF16, *options.pop("heads"), options.pop("head_dim"), times=4)
+    with interpreted() as interpreter:
+        if "split_size" in options:
+            whole = sequences.over_cache([0], 0, 70, **options)[0]
+        else:
+            whole = sequences.whole(invariant=True, **options)
+        for call in CALLS if "split_size" not in options else [([0], 63, 7), ([0], 40, 1), ([0], 69, 1)]:
+            found, rows = sequences.over_cache(*call, **options)
+            assert torch.equal(bits(found), bits(whole[rows])), call
+    assert "attend_kernel" in interpreter.launched
 
 
 @pytest.mark.parametrize("call", ["attention", "score_mod", "decode", "splits"])

@@ -1,9 +1,11 @@
 """A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
 
 The portable backend serves most calls with at most 16 query rows per key head (``config.serves_few_rows``
-says which it does not), and appending, combining and copying. ``softmax_max`` saves time in the portable
-kernel and changes no result. This kernel ignores it, and is still faster than the portable kernel. A call
-with both ``softmax_max`` and an explicit ``backend="hopper"`` is refused.
+says which it does not), and appending, combining and copying. Invariant calls have this kernel for any number
+of rows, with equally many keys in each tile (``config.choose``), so that single tokens have the bits of
+prompts. ``softmax_max`` saves time in the portable kernel and changes no result. This kernel ignores it, and
+is still faster than the portable kernel. A call with both ``softmax_max`` and an explicit
+``backend="hopper"`` is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"its kernel takes caches in the dtype of q or e4m3, not {problem.cache_dtype}"
     if problem.qv:
         return "its kernel takes no qv"
-    if problem.invariant:
-        return "its tiles, which decide the order of sums, depend on the number of rows"
     if problem.prior:
         return "its kernel takes no result over a shared prefix"
     unified = problem.softmax_max is not None or problem.softmax_max_by_head
@@ -49,7 +49,9 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
     if 0 in (problem.batch, problem.total_q, problem.seqlen_q, problem.num_blocks, problem.capacity):
         return "there are no queries or no keys"
     rows = problem.seqlen_q * problem.group_size
-    if rows <= PORTABLE_ROWS and not explicit and not serves_few_rows(problem):
+    # Prompts need this kernel, and single tokens must have the bits of prompts if the call is invariant.
+    free = not (explicit or problem.invariant)
+    if rows <= PORTABLE_ROWS and free and not serves_few_rows(problem):
         return f"{rows} query rows of a key head fit the portable kernel's tile of {PORTABLE_ROWS}"
     return None
 

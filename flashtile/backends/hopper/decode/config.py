@@ -280,7 +280,10 @@ def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     programs, work_tiles = multiprocessors(problem.device), few_row_tiles(problem)
     alone = takes_any_splits(problem) and MIN_FILLED * programs <= work_tiles <= programs
     sizes = problem.head_dim, problem.head_dim_v
-    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone)
+    # ``_ALONE`` has tiles of as many keys as those of many rows, and other sizes' tiles have equally many.
+    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone or problem.invariant)
+    if problem.invariant:  # whether O is rescaled lazily depends on all rows of a tile
+        config = replace(config, LAZY_RESCALE=False)
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config

@@ -112,16 +112,19 @@ def over_cache(
 
 class ForwardOperation(Operation):
     def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
-        """Return a launch. An invariant call is computed by the kernel that computes it token by token."""
-        if not options.invariant:
+        """Return a launch.
+
+        An invariant call that no backend's forward kernel serves is computed by the kernel that computes it
+        token by token.
+        """
+        with contextlib.suppress(NotImplementedError) if options.invariant else contextlib.nullcontext():
             return super().prepare(tensors, extras, options)
         return lambda *call: DECODE.launch(*over_cache(call[:-1], call[-1], options))
 
     def launch_on_meta(self, tensors: tuple, extras: Any, options: Any, target: Any = None) -> None:
-        if options.invariant:
-            DECODE.launch_on_meta(*over_cache(tensors, extras, options), target)
-        else:
-            super().launch_on_meta(tensors, extras, options, target)
+        with contextlib.suppress(NotImplementedError) if options.invariant else contextlib.nullcontext():
+            return super().launch_on_meta(tensors, extras, options, target)
+        DECODE.launch_on_meta(*over_cache(tensors, extras, options), target)
 
     def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
         """Check offsets and lengths, which are optional tensors. Calls without them have nothing to check."""

@@ -51,6 +51,13 @@ def reason_against(problem: Any, explicit: bool) -> str | None:
     return None
 
 
+def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
+    """Why the forward pass does not serve a problem; None if it does."""
+    if problem.invariant:
+        return "its blocks of queries differ from those over a cache, which decide the order of sums"
+    return reason_against(problem, explicit)
+
+
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)``."""
     if problem.partial and problem.out_dtype != problem.dtype:

@@ -44,6 +44,24 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     return reason_of_tensors(problem) if reason is None else reason
 
 
+def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
+    """Return why the forward kernel does not serve a call, or None if it does.
+
+    An invariant call needs rows with the bits that ``decode.kernel`` gives them: equally many keys in a block,
+    and the same steps of the softmax. ``decode.kernel`` adds a sink last and scales soft-capped scores and
+    those with ALiBi otherwise, and its head sizes over 128 have other blocks.
+    """
+    reason = reason_against(problem, explicit)
+    if reason is None and problem.invariant:
+        for name, given in (
+            ("softcap", problem.softcap), ("alibi_slopes", problem.alibi), ("sink", problem.sink),
+            ("head size over 128", max(problem.head_dim, problem.head_dim_v) > 128),
+        ):  # fmt: skip
+            if given:
+                return f"it takes no {name} in invariant calls"
+    return reason
+
+
 def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
     """Return why the backward kernels do not serve a call, or None if they do."""
     reason = reason_against(problem, explicit)
@@ -89,7 +107,8 @@ def configure_forward(problem: Problem):
     from flashtile.backends.hopper.forward.divided import divided
 
     config = choose(problem)
-    return divided(problem, config) or config
+    # Combining divided keys is another order of sums.
+    return config if problem.invariant else divided(problem, config) or config
 
 
 def heads_of_tile(problem: Problem, config) -> tuple[int, int]:

@@ -87,6 +87,13 @@ def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
     return None
 
 
+def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
+    """Why the forward kernel does not serve a problem; None if it does."""
+    if problem.invariant:
+        return "its tiles differ from those of single tokens over a cache, which decide the order of sums"
+    return reason_against(problem, explicit)
+
+
 def configure_forward(problem: Problem):
     from flashtile.backends.portable.config import choose
 

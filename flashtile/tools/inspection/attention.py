@@ -438,6 +438,10 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
             yield _forward_case(same, choose(window))
         if head_dim < 128:  # there, documents with every feature have this tile as well
             yield _forward_case(replace(window, **FEATURES, sink=True), choose(window))
+    for head_dim, left in ((64, UNLIMITED), (128, UNLIMITED), (128, 1023)):
+        prompts = replace(_GROUPED_CAUSAL, varlen=True, invariant=True, window_left=left)
+        prompts = replace(prompts, head_dim=head_dim, head_dim_v=head_dim)
+        yield _forward_case(prompts, choose(prompts))
     partial_results = replace(long, partial=True)
     for same in (partial_results, replace(partial_results, window_right=UNLIMITED)):
         yield _forward_case(same, choose(same))
@@ -497,6 +501,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
             "statistics": variant.ENTROPY,
+            "invariant": variant.INVARIANT,
         }
     )
     return " ".join((f"head_dim {problem.head_dim}/{problem.head_dim_v}", tile, features, *more))

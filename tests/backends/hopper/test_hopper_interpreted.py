@@ -638,6 +638,7 @@ def test_few_queries_divide_their_keys(name: str) -> None:
     with mock.patch.object(divided, "WORTHWHILE", 100.0), interpreted() as interpreter:
         case.inputs("cpu").check(backend="hopper")
     assert "attend_kernel" in interpreter.launched
+    assert ("forward_kernel" in interpreter.launched) == (name in BY_FORWARD)
     assert "forward_kernel" not in interpreter.launched
 
 
@@ -724,10 +725,13 @@ INVARIANT: dict[str, dict[str, Any]] = {
     "soft-cap": {"heads": (6, 2), "softcap": 5.0},
     "sink": {"sink": torch.tensor([0.5, -1.0])},
     "d64": {"head_dim": 64},
+    "d96": {"head_dim": 96},
     "d256": {"head_dim": 256},
     "parts": {"split_size": 128},
 }
 """Arguments of invariant calls; heads (2, 1) of 128 columns by default."""
+BY_FORWARD = ("plain", "window", "d64", "d96")
+"""Those whose prompts the forward kernel computes."""
 
 
 @pytest.mark.parametrize(

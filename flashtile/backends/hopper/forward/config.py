@@ -93,6 +93,8 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     MAX_LOGITS: bool
     """Whether the largest score of each row is a result; ENTROPY: the entropy of its probabilities."""
     ENTROPY: bool
+    INVARIANT: bool
+    """lse has the bits of that of ``decode.kernel``."""
     EVEN_N: bool
     """All sequences end with a whole block of keys. False with a window, where the last block is masked."""
     QUEUED: bool
@@ -365,6 +367,8 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
     """
     if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS_OF_V:
         return 512, 512
+    if problem.invariant:  # of_tables has two configurations for these
+        return padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
@@ -444,6 +448,8 @@ def of_tables(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed, seen = _is_windowed(problem), problem.seqlen_k
     sizes = tile_columns(problem)
+    if problem.invariant:  # as decode.kernel: blocks of 128 keys, O rescaled in every step, q not in registers
+        return _M128_N128_TWO_Q if sizes == (64, 64) else _M128_N128
     if problem.partial:
         if sizes[0] < 128:
             return PARTIAL

@@ -494,6 +494,8 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     o, l, m = state.o, state.l, state.m
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = to_natural(C, m) + gl.log(sums)
+    if C.INVARIANT:  # as decode.kernel, whose partial results have lse in base 2
+        lse = (m + gl.log2(sums)) * LN_2
     if C.SINK:
         lse = at_least(lse, gl.load(pointers.sink + head).to(gl.float32))
     store_lse(C, lse, work, head, positions, pointers, schedule)

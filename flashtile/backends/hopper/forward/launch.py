@@ -69,7 +69,7 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
     columns, scaled = block_d, scales_scores(problem)
     if plan.kernel == "forward":
         block_d, block_dv = tile_columns(problem)
-        columns = problem.head_dim
+        columns = block_d if problem.invariant else problem.head_dim  # decode.kernel multiplies the padding
         scaled = problem.alibi or (scaled and not problem.softcap)
     block_dv = min(block_dv, MAX_COLUMNS_OF_V)
     o_left, o_right = accumulators(block_dv, problem.head_dim_v)
@@ -94,6 +94,7 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         SINK=problem.sink,
         MAX_LOGITS=plan.kernel == "forward" and problem.max_logits,
         ENTROPY=plan.kernel == "forward" and problem.entropy,
+        INVARIANT=problem.invariant,
         EVEN_N=even,
         QUEUED=plan.queued,
         PAIRED=plan.paired,

@@ -47,9 +47,9 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
     """Return why the forward kernel does not serve a call, or None if it does.
 
-    An invariant call needs rows with the bits that ``decode.kernel`` gives them: equally many keys in a block,
-    and the same steps of the softmax. ``decode.kernel`` adds a sink last and scales soft-capped scores and
-    those with ALiBi otherwise, and its head sizes over 128 have other blocks.
+    An invariant call needs rows with the bits that ``decode.kernel`` gives them: blocks of as many keys, and
+    the same steps of the softmax. ``decode.kernel`` adds a sink last, scales soft-capped scores and those
+    with ALiBi otherwise, and its head sizes over 128 have other blocks.
     """
     reason = reason_against(problem, explicit)
     if reason is None and problem.invariant:

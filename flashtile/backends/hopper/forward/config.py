@@ -448,7 +448,7 @@ def of_tables(problem: Problem) -> ForwardConfig:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed, seen = _is_windowed(problem), problem.seqlen_k
     sizes = tile_columns(problem)
-    if problem.invariant:  # as decode.kernel: blocks of 128 keys, O rescaled in every step, q not in registers
+    if problem.invariant:  # as decode.kernel: blocks of 128 keys, not lazy, q not in registers
         return _M128_N128_TWO_Q if sizes == (64, 64) else _M128_N128
     if problem.partial:
         if sizes[0] < 128:

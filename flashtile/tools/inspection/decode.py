@@ -357,9 +357,10 @@ def _hopper_cases() -> Iterator[CompileCase]:
             for name in _E4M3 if fp8 else few:
                 varied = replace(problem, **_HOPPER_VARIANTS[name])
                 yield _hopper_case(varied, choose(varied), name)
-    for head_dim, rows, page_size in itertools.product((64, 128, 256), ({}, _CHUNK), (1, 16)):
-        invariant = {"invariant": True, "num_splits": 1, "page_size": page_size}
-        problem = replace(_HOPPER_PAGED, head_dim=head_dim, head_dim_v=head_dim, **rows, **invariant)
+    chunk = replace(_HOPPER_PAGED, **_CHUNK)
+    for head_dim, problem, page_size in itertools.product((64, 128, 256), (_HOPPER_PAGED, chunk), (1, 16)):
+        sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "page_size": page_size}
+        problem = replace(problem, invariant=True, num_splits=1, **sizes)
         yield _hopper_case(problem, choose(problem), f"invariant, page {page_size}")
     for problem in (_HOPPER_PAGED, replace(_HOPPER_PAGED, **_MANY_SEQUENCES)):
         combine = only(combine_recorded_kernel, _hopper_kernels(problem, choose(problem)), tensor_cores=False)

@@ -359,8 +359,8 @@ def _hopper_cases() -> Iterator[CompileCase]:
                 yield _hopper_case(varied, choose(varied), name)
     chunk = replace(_HOPPER_PAGED, **_CHUNK)
     for head_dim, problem, page_size in itertools.product((64, 128, 256), (_HOPPER_PAGED, chunk), (1, 16)):
-        sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "page_size": page_size}
-        problem = replace(problem, invariant=True, num_splits=1, **sizes)
+        problem = replace(problem, invariant=True, num_splits=1, page_size=page_size)
+        problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
         yield _hopper_case(problem, choose(problem), f"invariant, page {page_size}")
     for problem in (_HOPPER_PAGED, replace(_HOPPER_PAGED, **_MANY_SEQUENCES)):
         combine = only(combine_recorded_kernel, _hopper_kernels(problem, choose(problem)), tensor_cores=False)

@@ -390,9 +390,10 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         same = replace(_GROUPED_CAUSAL if windowed else GROUPED, head_dim=block_d, head_dim_v=block_dv)
         measured = (block_d, block_dv, config.warpgroups, config.BLOCK_N) in COSTS
         configs = alternatives(config) if measured else (config,)
-        for length, other in product(LENGTHS, configs):
-            plain = replace(same, seqlen_q=length, seqlen_k=length)
-            if of_tables(plain) != config:
+        # Of three lengths, one has a partial first block of query rows, and one has not.
+        for more, length, other in product((64, 128, 0) if windowed else (0,), LENGTHS, configs):
+            plain = replace(same, seqlen_q=length + more, seqlen_k=length + more)
+            if of_tables(plain) != config or (more and other != config):
                 continue
             own, variant = plain, forward_variant(plain, plan_of(plain, other))
             if variant not in seen:
@@ -425,6 +426,10 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         documents = replace(documents, seqlen_q=LONG, seqlen_k=LONG)
         for same in (documents, replace(documents, **FEATURES, sink=True)):
             yield _forward_case(same, choose(documents))
+    for head_dim, length in ((64, LONG), (128, 1024)):
+        documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
+        alone = replace(documents, num_heads_kv=documents.num_heads_q, seqlen_q=length, seqlen_k=length)
+        yield _forward_case(alone, choose(alone))
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     for left in (511, 1023):
         window = replace(long, window_left=left)
@@ -496,6 +501,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "unused rows": variant.PACKED_HEADS < variant.PACK,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
+            "first block partial": variant.FIRST_BLOCK_PARTIAL,
             "statistics": variant.ENTROPY,
         }
     )

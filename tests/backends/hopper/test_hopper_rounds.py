@@ -5,11 +5,13 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import operator
 import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -196,6 +198,7 @@ def assert_close(errors: list[float]) -> None:
     assert sum(within) > 0.95 * len(within)
 
 
+@mock.patch.object(rounds, "FIRST_PARTIAL_SAVES", 1.0)  # the measured kernels had no partial first block
 def test_estimates_are_close_to_measured_times() -> None:
     """Calls with more work tiles keep the table's configuration, so their time is never estimated."""
     few = [(problem, time) for problem, time in measured() if has_few_tiles(problem)]
@@ -203,6 +206,7 @@ def test_estimates_are_close_to_measured_times() -> None:
     assert_close([microseconds(work_of(problem, of_tables(problem))) / time - 1 for problem, time in few])
 
 
+@mock.patch.object(rounds, "FIRST_PARTIAL_SAVES", 1.0)
 def test_estimates_of_alternatives_are_close_to_measured_times() -> None:
     errors = []
     for problem, times in measured_alternatives():
@@ -289,7 +293,51 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
         "one-s512",
         "one-s2048",
         "one-s4096",
+        "openelm-s2048",
+        "bloom-alibi-s2048",
     }
+
+
+@walk(
+    ("seqlen", "head_dim", "change", "partial"),
+    [
+        (4096, 64, {}, True),  # 21 blocks of 192 rows and 64 rows
+        (4224, 64, {}, False),  # 22 blocks
+        (2048, 128, {}, False),
+        (2049, 128, {}, True),
+        (2049, 128, {"window_right": 5}, True),
+        (2049, 128, {"window_right": FULL}, False),
+        (2049, 128, {"window_left": 700}, False),
+        (2049, 128, {"bias": True}, False),
+        (16448, 128, {}, False),  # saves less than FIRST_PARTIAL_SAVES
+        (128, 128, {"seqlen_k": 16384}, False),
+        (4096, 128, {"varlen": True}, True),
+        (4096, 128, {"varlen": True, "window_left": 700}, False),
+        (4096, 128, {"varlen": True, "num_heads_kv": 4}, False),  # heads share tiles of 128 rows
+        (4096, 64, {"varlen": True, "num_heads_kv": 4}, True),
+        (100, 128, {"varlen": True}, False),  # tiles of 64 rows
+    ],
+)
+def test_the_first_block_is_partial_where_this_saves_work(
+    seqlen: int, head_dim: int, change: dict[str, Any], partial: bool
+) -> None:
+    problem = replace(problem_of(4, seqlen, (16, 16), head_dim), **change)
+    assert plan_of(problem, choose(problem)).first_partial is partial
+    for kernel in ("dq", "fp8"):
+        assert not plan_of(problem, choose(problem), kernel).first_partial
+
+
+@walk("seed", range(20))
+def test_a_partial_first_block_never_costs_more(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(draw.randint(1, 9), draw.randint(1, 5000), (8, 8), draw.choice((64, 128, 256)))
+    problem = replace(problem, seqlen_k=draw.choice((problem.seqlen_q, draw.randint(1, 9000))))
+    for config in alternatives(of_tables(problem)):
+        plan, costs = plan_of(problem, config), rounds.Costs(1.0, 1.0)
+        works = (work_of_launch(problem, plan._replace(first_partial=one), costs) for one in (False, True))
+        before, after = (work.blocks for work in works)
+        assert len(after) == len(before)
+        assert all(map(operator.le, after, before))
 
 
 @walk(

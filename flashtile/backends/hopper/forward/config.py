@@ -99,6 +99,9 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """Programs take work tiles from the work queue, not in a fixed order."""
     PAIRED: bool
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
+    FIRST_BLOCK_PARTIAL: bool
+    """The first block of query rows of a sequence lacks warpgroups, not the last, which sees the most keys
+    under a mask with a right edge (``rounds.first_is_partial``)."""
     PACK: int
     """Number of rows of a token in a tile: one for each query head of a key head that shares the tile
     (FlashAttention-3's PackGQA), and unused ones if these are no power of two."""

@@ -48,6 +48,9 @@ time of pairs with 72 MiB (estimate: 0.76), and 1.05 with 128 MiB (0.98); at hea
 0.965 of the whole backward pass with 103 MiB, 0.964 with 140 and 1.010 with 160. If dQ is three sevenths of
 the pass, these are 0.92, 0.92 and 1.02 (estimates: 0.85, 0.95, 0.97)."""
 
+FIRST_PARTIAL_SAVES = 0.01
+"""In dense calls the first block of query rows is the partial one if this saves more of their keys."""
+
 
 class Costs(NamedTuple):
     """Measured times of a program, in microseconds."""
@@ -108,6 +111,8 @@ class ForwardPlan(NamedTuple):
     """Work tiles are pairs: the first block of query rows with the last, and so on."""
     queued: bool
     """Programs take work tiles from the work queue, not in serpentine order."""
+    first_partial: bool
+    """The first block of query rows lacks warpgroups, not the last."""
     interleaved: int
     """Number of heads whose work tiles are interleaved."""
     mask: KernelMask
@@ -142,6 +147,7 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
     return ForwardPlan(
         kernel=kernel, config=config, pack=pack, column_splits=splits, heads=heads, blocks=blocks,
         paired=paired, queued=queued, interleaved=interleaved, mask=mask,
+        first_partial=kernel == "forward" and one_edge and first_is_partial(problem, config, pack),
     )  # fmt: skip
 
 
@@ -199,7 +205,8 @@ def keys_are_few(problem: Problem) -> bool:
 def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchWork:
     """Return the work of a dense call that is divided by ``plan``."""
     config = plan.config
-    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
+    lacking = lacking_tokens(problem, config, plan.pack) if plan.first_partial else 0
+    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N, lacking))
     programs = config.PROGRAMS * multiprocessors(problem.device)
     return LaunchWork(
         blocks=blocks, heads=plan.heads, interleaved=plan.interleaved, paired=plan.paired, queued=plan.queued,
@@ -207,15 +214,41 @@ def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchW
     )  # fmt: skip
 
 
-def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
-    """Yield how many blocks of keys each block of ``rows`` query rows visits, the last rows first."""
+def blocks_of_rows(problem: Problem, rows: int, block_n: int, lacking: int = 0) -> Iterator[int]:
+    """Yield how many blocks of keys each block of ``rows`` query rows visits, the last rows first.
+
+    ``lacking``: rows that the first block lacks in place of the last one.
+    """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     offset = problem.seqlen_k - problem.seqlen_q
-    for first in range((problem.seqlen_q - 1) // rows * rows, -1, -rows):
+    for first in range((problem.seqlen_q - 1) // rows * rows - lacking, -rows, -rows):
         last = min(first + rows, problem.seqlen_q) - 1
         begin = 0 if left == UNLIMITED else max(first + offset - left, 0)
         end = problem.seqlen_k if right == UNLIMITED else min(last + offset + right + 1, problem.seqlen_k)
         yield math.ceil(end / block_n) - begin // block_n if begin < end else 1
+
+
+def lacking_tokens(problem: Problem, config: ForwardConfig, pack: int) -> int:
+    """Return how many tokens of whole warpgroups a dense sequence lacks to fill its blocks of query rows."""
+    unit = WARPGROUP_ROWS // pack
+    return -math.ceil(problem.seqlen_q / unit) % config.warpgroups * unit
+
+
+def first_is_partial(problem: Problem, config: ForwardConfig, pack: int) -> bool:
+    """Whether the first block of query rows is the partial one, under a mask with only a right edge.
+
+    No block then visits more keys, and bits are equal. A dense call must save FIRST_PARTIAL_SAVES of its
+    keys, because it may need one more kernel. The host does not know the lengths of packed sequences. Few of
+    them fill whole blocks, but two warpgroups of shared tiles differ by less than half a block of keys.
+    """
+    if modifiers_of(problem):
+        return False
+    if problem.varlen:
+        return config.warpgroups == 3 or (config.warpgroups, pack) == (2, 1)
+    rows = config.BLOCK_M // pack
+    blocks = math.ceil(problem.seqlen_q / rows)
+    saved = (blocks - 1) * lacking_tokens(problem, config, pack)
+    return saved > FIRST_PARTIAL_SAVES * blocks * max(problem.seqlen_k - (blocks - 1) * rows / 2, 0)
 
 
 def tile_costs(work: LaunchWork) -> Iterator[float]:

@@ -302,20 +302,20 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
     ("seqlen", "head_dim", "change", "partial"),
     [
         (4096, 64, {}, True),  # 21 blocks of 192 rows and 64 rows
+        (4096, 32, {}, True),
         (4224, 64, {}, False),  # 22 blocks
-        (2048, 128, {}, False),
-        (2049, 128, {}, True),
-        (2049, 128, {"window_right": 5}, True),
-        (2049, 128, {"window_right": FULL}, False),
-        (2049, 128, {"window_left": 700}, False),
-        (2049, 128, {"bias": True}, False),
-        (16448, 128, {}, False),  # saves less than FIRST_PARTIAL_SAVES
-        (128, 128, {"seqlen_k": 16384}, False),
-        (4096, 128, {"varlen": True}, True),
-        (4096, 128, {"varlen": True, "window_left": 700}, False),
-        (4096, 128, {"varlen": True, "num_heads_kv": 4}, False),  # heads share tiles of 128 rows
+        (4096, 64, {"window_right": 5}, True),
+        (4096, 64, {"window_right": FULL}, False),
+        (4096, 64, {"window_left": 700}, False),
+        (4096, 64, {"bias": True}, False),
+        (32704, 64, {}, False),  # saves less than FIRST_PARTIAL_SAVES
+        (128, 64, {"seqlen_k": 16384}, False),
+        (4097, 128, {}, False),  # blocks of two warpgroups
+        (4096, 64, {"varlen": True}, True),
+        (4224, 64, {"varlen": True}, True),  # the longest fills its blocks, others need not
         (4096, 64, {"varlen": True, "num_heads_kv": 4}, True),
-        (100, 128, {"varlen": True}, False),  # tiles of 64 rows
+        (4096, 64, {"varlen": True, "window_left": 700}, False),
+        (2000, 64, {"varlen": True}, False),  # blocks of two warpgroups
     ],
 )
 def test_the_first_block_is_partial_where_this_saves_work(

@@ -41,10 +41,12 @@ from flashtile.backends.hopper.forward.rounds import (
     ENOUGH_ROUNDS,
     SINGLE_MISSES,
     LaunchWork,
+    costs_of,
     keys_are_few,
     microseconds,
     pack_of,
     plan_of,
+    programs_overlap,
     work_of_launch,
 )
 from flashtile.io_model import CARDS
@@ -81,8 +83,8 @@ def of_workload(workload: Workload) -> Problem:
 
 
 def work_of(problem: Problem, config: ForwardConfig) -> LaunchWork:
-    block_d, block_dv = tile_columns(problem)
-    costs = COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N]
+    costs = costs_of(tile_columns(problem), config)
+    assert costs is not None
     return work_of_launch(problem, plan_of(problem, config), costs)
 
 
@@ -107,7 +109,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
     launch = schedule_of(problem, plan, None, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
-    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
+    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N, config.PROGRAMS]
 
     def cost(tile_index: int) -> float:
         per_head = functions["tiles_of_head"](launch.num_blocks, variant.PAIRED)
@@ -174,7 +176,8 @@ def order_of(problem: Problem, config: ForwardConfig) -> str:
 
 def label_of(problem: Problem, config: ForwardConfig) -> str:
     """The name of a configuration in the record, such as ``128x64 pairs``."""
-    return f"{config.BLOCK_M}x{config.BLOCK_N} {order_of(problem, config)}"
+    shared = " shared" if config.warpgroups == 1 and config.PROGRAMS > 1 else ""
+    return f"{config.BLOCK_M}x{config.BLOCK_N} {order_of(problem, config)}{shared}"
 
 
 def measured_alternatives() -> list[tuple[Problem, dict[str, float]]]:
@@ -218,12 +221,17 @@ def test_estimates_of_alternatives_are_close_to_measured_times() -> None:
 
 
 def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
-    ratios = []
+    ratios, others = [], []
     for problem, times in measured_alternatives():
-        time = times[label_of(problem, choose(problem))]
+        label = label_of(problem, choose(problem))
+        if label not in times:
+            others.append((problem.batch, problem.seqlen_q, label))
+            continue
+        time = times[label]
         assert time <= 1.02 * next(iter(times.values()))
         ratios.append(time / min(times.values()))
-    assert len(ratios) == 63
+    assert others == [(2, 1536, "64x128 single shared")]  # measured later: 0.92 of the time of 192 rows
+    assert len(ratios) == 62
     assert max(ratios) < 1.03
     assert math.prod(ratios) ** (1 / len(ratios)) < 1.003
 
@@ -233,7 +241,8 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
     [
         (problem_of(1, 4096, (16, 2), 64), (192, "pairs"), (128, "single")),
         (problem_of(1, 4096, (8, 8), 64), (192, "pairs"), (128, "single")),
-        (problem_of(2, 1536, (12, 12), 64), (128, "pairs"), (192, "single")),
+        (problem_of(2, 1536, (12, 12), 64), (128, "pairs"), (64, "single")),
+        (problem_of(2, 1536, (14, 14), 64), (128, "pairs"), (192, "single")),
         (problem_of(1, 3072, (16, 2), 64), (128, "pairs"), (192, "pairs")),
         (problem_of(1, 2048, (16, 16), 64, FULL), (192, "single"), (128, "single")),
         (problem_of(2, 1536, (12, 12), 128), (128, "pairs"), (128, "single")),
@@ -256,6 +265,25 @@ def test_few_work_tiles(problem: Problem, before: tuple[int, str], after: tuple[
     )
 
 
+@walk(
+    ("batch", "seqlen", "heads", "head_dim", "right", "shared"),
+    [
+        (6, 1480, 4, 64, CAUSAL, True),
+        (3, 1024, 16, 64, CAUSAL, True),  # 768 tiles of 64 rows on 264 programs
+        (4, 1024, 16, 64, CAUSAL, False),  # 1024 tiles fill the card at any size
+        (2, 1024, 12, 64, CAUSAL, False),  # 384 tiles: most programs have one, so nothing overlaps
+        (1, 3072, 12, 64, CAUSAL, False),  # 576 tiles, but each reads many keys
+        (6, 1480, 4, 64, FULL, False),
+        (6, 1480, 4, 128, CAUSAL, False),
+    ],
+)
+def test_programs_of_64_rows_share_multiprocessors_if_each_has_two_or_three_tiles(
+    batch: int, seqlen: int, heads: int, head_dim: int, right: int, shared: bool
+) -> None:
+    config = choose(problem_of(batch, seqlen, (heads, heads), head_dim, right))
+    assert ((config.warpgroups, config.PROGRAMS) == (1, 2)) is shared
+
+
 def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
     """Of all alternatives. Single tiles that replace pairs miss the cache if there are many keys."""
     changed = 0
@@ -267,7 +295,11 @@ def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
             assert chosen == table
             continue
         changed += chosen != table
-        works = {config: work_of(problem, config) for config in alternatives(table)}
+        works = {
+            config: work_of(problem, config)
+            for config in alternatives(table)
+            if config.PROGRAMS == table.PROGRAMS or programs_overlap(problem, config)
+        }
         misses = 1.0 if keys_are_few(problem) else SINGLE_MISSES
         times = {
             config: microseconds(other) * (misses if work.paired and not other.paired else 1.0)

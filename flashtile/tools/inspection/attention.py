@@ -42,7 +42,7 @@ from flashtile.backends.hopper.forward.config import (
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forward_variant
-from flashtile.backends.hopper.forward.rounds import COSTS, plan_of
+from flashtile.backends.hopper.forward.rounds import costs_of, plan_of
 from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.backends.portable import fits
 from flashtile.backends.portable.attention.launch import (
@@ -388,11 +388,12 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     seen: set[ForwardVariant] = set()
     for block_d, block_dv, windowed, _, config in every_row():
         same = replace(_GROUPED_CAUSAL if windowed else GROUPED, head_dim=block_d, head_dim_v=block_dv)
-        measured = (block_d, block_dv, config.warpgroups, config.BLOCK_N) in COSTS
+        measured = costs_of((block_d, block_dv), config) is not None
         configs = alternatives(config) if measured else (config,)
-        for length, other in product(LENGTHS, configs):
-            plain = replace(same, seqlen_q=length, seqlen_k=length)
-            if of_tables(plain) != config:
+        # Of three lengths, one has a partial first block of query rows, and one has not.
+        for more, length, other in product((64, 128, 0) if windowed else (0,), LENGTHS, configs):
+            plain = replace(same, seqlen_q=length + more, seqlen_k=length + more)
+            if of_tables(plain) != config or (more and other != config):
                 continue
             own, variant = plain, forward_variant(plain, plan_of(plain, other))
             if variant not in seen:
@@ -425,6 +426,9 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         documents = replace(documents, seqlen_q=LONG, seqlen_k=LONG)
         for same in (documents, replace(documents, **FEATURES, sink=True)):
             yield _forward_case(same, choose(documents))
+        if head_dim == 64:  # three warpgroups
+            alone = replace(documents, num_heads_kv=documents.num_heads_q)
+            yield _forward_case(alone, choose(alone))
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     for left in (511, 1023):
         window = replace(long, window_left=left)
@@ -498,8 +502,10 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "lazy": variant.LAZY_RESCALE,
             "packed": variant.PACK > 1,
             "unused rows": variant.PACKED_HEADS < variant.PACK,
+            "two programs": variant.WARPGROUPS == 1 and variant.PROGRAMS == 2,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
+            "first block partial": variant.FIRST_BLOCK_PARTIAL,
             "statistics": variant.ENTROPY,
             "invariant": variant.INVARIANT,
         }

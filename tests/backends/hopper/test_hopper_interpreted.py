@@ -38,6 +38,7 @@ from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import divided
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
+from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear import launch as ring_launch
 from flashtile.backends.hopper.linear.launch import FlatLaunch
@@ -592,7 +593,7 @@ def test_every_configuration_of_the_forward(case: Case) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "keys", "causal"),
     [
-        (64, 4096, True),
+        (64, 2048, True),
         pytest.param(64, 4096, False, marks=exhaustive),
         pytest.param(64, 512, True, marks=exhaustive),
         pytest.param(96, 1024, True, marks=exhaustive),
@@ -614,6 +615,55 @@ def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bo
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     with mock.patch.object(forward_config, "choose", return_value=config), interpreted():
         testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
+
+
+RAGGED = ((0, 9), (1, 1), (63, 63), (64, 200), (65, 65), (191, 191), (193, 120), (300, 300))
+FIRST_PARTIAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = {
+    "documents": ({"lengths": RAGGED, "alibi": "batch", "unused_tail": 90}, {}, {}),
+    "groups": ({"lengths": RAGGED, "heads_q": 8, "heads_kv": 2, "sink": "own"}, {}, {}),
+    "unused-rows": ({"lengths": RAGGED, "heads_q": 3}, {}, {}),
+    "pairs": ({"seqlen_q": 390, "seqlen_k": 390}, {"PING_PONG": True}, {"paired": True}),
+    "queue": ({"seqlen_q": 321, "seqlen_k": 450}, {}, {"queued": True, "paired": False}),
+    "more-queries": ({"seqlen_q": 321, "seqlen_k": 150, "softcap": 3.0}, {}, {}),
+    "shared-tiles": ({"seqlen_q": 70, "heads_q": 4}, {}, {}),
+    "used-keys": ({"batch": 2, "unused_keys": 40}, {}, {}),
+    "to-the-right": ({"seqlen_q": 193, "window_size": (-1, 70), "causal": False}, {}, {}),
+    "window": ({"lengths": RAGGED, "window_size": (90, 3), "causal": False}, {}, {}),
+    "two-warpgroups": ({"seqlen_q": 321, "seqlen_k": 321, "head_dim": 128}, {"warpgroups": 2}, {}),
+}  # fmt: skip
+"""Name -> the call, its configuration's fields, and its plan's."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("groups", "pairs") else pytest.param(name, marks=exhaustive) for name in FIRST_PARTIAL],
+)
+def test_a_partial_first_block_changes_no_bits(name: str) -> None:
+    """Also in calls that never have one: with two warpgroups, and under a window to the left."""
+    call, fields, planned = FIRST_PARTIAL[name]
+    inputs = replace(SMALL, **{"name": name, "causal": True} | call).inputs("cpu")
+
+    def choose(problem: Problem) -> Any:
+        return replace(of_tables(problem), PROGRAMS=1, **{"warpgroups": 3} | fields)
+
+    found = []
+    for seed, partial in enumerate((False, True, True)):
+        changes = {"first_partial": partial, **planned}
+
+        def plan(*arguments: Any, changes: dict[str, Any] = changes) -> Any:
+            return plan_of(*arguments)._replace(**changes)
+
+        with (
+            mock.patch.object(forward_config, "choose", choose),
+            mock.patch.object(forward_launch, "plan_of", side_effect=plan) as planner,
+            interpreted(seed),
+        ):
+            found.append(
+                flashtile.attention(*inputs.qkv, backend="hopper", return_lse=True, **inputs.arguments)
+            )
+        assert planner.called
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 DIVIDED: Variants = {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import operator
 import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,10 +41,12 @@ from flashtile.backends.hopper.forward.rounds import (
     ENOUGH_ROUNDS,
     SINGLE_MISSES,
     LaunchWork,
+    costs_of,
     keys_are_few,
     microseconds,
     pack_of,
     plan_of,
+    programs_overlap,
     work_of_launch,
 )
 from flashtile.io_model import CARDS
@@ -79,8 +83,8 @@ def of_workload(workload: Workload) -> Problem:
 
 
 def work_of(problem: Problem, config: ForwardConfig) -> LaunchWork:
-    block_d, block_dv = tile_columns(problem)
-    costs = COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N]
+    costs = costs_of(tile_columns(problem), config)
+    assert costs is not None
     return work_of_launch(problem, plan_of(problem, config), costs)
 
 
@@ -105,7 +109,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
     launch = schedule_of(problem, plan, None, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
-    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
+    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N, config.PROGRAMS]
 
     def cost(tile_index: int) -> float:
         per_head = functions["tiles_of_head"](launch.num_blocks, variant.PAIRED)
@@ -172,7 +176,8 @@ def order_of(problem: Problem, config: ForwardConfig) -> str:
 
 def label_of(problem: Problem, config: ForwardConfig) -> str:
     """The name of a configuration in the record, such as ``128x64 pairs``."""
-    return f"{config.BLOCK_M}x{config.BLOCK_N} {order_of(problem, config)}"
+    shared = " shared" if config.warpgroups == 1 and config.PROGRAMS > 1 else ""
+    return f"{config.BLOCK_M}x{config.BLOCK_N} {order_of(problem, config)}{shared}"
 
 
 def measured_alternatives() -> list[tuple[Problem, dict[str, float]]]:
@@ -196,6 +201,7 @@ def assert_close(errors: list[float]) -> None:
     assert sum(within) > 0.95 * len(within)
 
 
+@mock.patch.object(rounds, "FIRST_PARTIAL_SAVES", 1.0)  # the measured kernels had no partial first block
 def test_estimates_are_close_to_measured_times() -> None:
     """Calls with more work tiles keep the table's configuration, so their time is never estimated."""
     few = [(problem, time) for problem, time in measured() if has_few_tiles(problem)]
@@ -203,6 +209,7 @@ def test_estimates_are_close_to_measured_times() -> None:
     assert_close([microseconds(work_of(problem, of_tables(problem))) / time - 1 for problem, time in few])
 
 
+@mock.patch.object(rounds, "FIRST_PARTIAL_SAVES", 1.0)
 def test_estimates_of_alternatives_are_close_to_measured_times() -> None:
     errors = []
     for problem, times in measured_alternatives():
@@ -214,12 +221,17 @@ def test_estimates_of_alternatives_are_close_to_measured_times() -> None:
 
 
 def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
-    ratios = []
+    ratios, others = [], []
     for problem, times in measured_alternatives():
-        time = times[label_of(problem, choose(problem))]
+        label = label_of(problem, choose(problem))
+        if label not in times:
+            others.append((problem.batch, problem.seqlen_q, label))
+            continue
+        time = times[label]
         assert time <= 1.02 * next(iter(times.values()))
         ratios.append(time / min(times.values()))
-    assert len(ratios) == 63
+    assert others == [(2, 1536, "64x128 single shared")]  # measured later: 0.92 of the time of 192 rows
+    assert len(ratios) == 62
     assert max(ratios) < 1.03
     assert math.prod(ratios) ** (1 / len(ratios)) < 1.003
 
@@ -229,7 +241,8 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
     [
         (problem_of(1, 4096, (16, 2), 64), (192, "pairs"), (128, "single")),
         (problem_of(1, 4096, (8, 8), 64), (192, "pairs"), (128, "single")),
-        (problem_of(2, 1536, (12, 12), 64), (128, "pairs"), (192, "single")),
+        (problem_of(2, 1536, (12, 12), 64), (128, "pairs"), (64, "single")),
+        (problem_of(2, 1536, (14, 14), 64), (128, "pairs"), (192, "single")),
         (problem_of(1, 3072, (16, 2), 64), (128, "pairs"), (192, "pairs")),
         (problem_of(1, 2048, (16, 16), 64, FULL), (192, "single"), (128, "single")),
         (problem_of(2, 1536, (12, 12), 128), (128, "pairs"), (128, "single")),
@@ -252,6 +265,25 @@ def test_few_work_tiles(problem: Problem, before: tuple[int, str], after: tuple[
     )
 
 
+@walk(
+    ("batch", "seqlen", "heads", "head_dim", "right", "shared"),
+    [
+        (6, 1480, 4, 64, CAUSAL, True),
+        (3, 1024, 16, 64, CAUSAL, True),  # 768 tiles of 64 rows on 264 programs
+        (4, 1024, 16, 64, CAUSAL, False),  # 1024 tiles fill the card at any size
+        (2, 1024, 12, 64, CAUSAL, False),  # 384 tiles: most programs have one, so nothing overlaps
+        (1, 3072, 12, 64, CAUSAL, False),  # 576 tiles, but each reads many keys
+        (6, 1480, 4, 64, FULL, False),
+        (6, 1480, 4, 128, CAUSAL, False),
+    ],
+)
+def test_programs_of_64_rows_share_multiprocessors_if_each_has_two_or_three_tiles(
+    batch: int, seqlen: int, heads: int, head_dim: int, right: int, shared: bool
+) -> None:
+    config = choose(problem_of(batch, seqlen, (heads, heads), head_dim, right))
+    assert ((config.warpgroups, config.PROGRAMS) == (1, 2)) is shared
+
+
 def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
     """Of all alternatives. Single tiles that replace pairs miss the cache if there are many keys."""
     changed = 0
@@ -263,7 +295,11 @@ def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
             assert chosen == table
             continue
         changed += chosen != table
-        works = {config: work_of(problem, config) for config in alternatives(table)}
+        works = {
+            config: work_of(problem, config)
+            for config in alternatives(table)
+            if config.PROGRAMS == table.PROGRAMS or programs_overlap(problem, config)
+        }
         misses = 1.0 if keys_are_few(problem) else SINGLE_MISSES
         times = {
             config: microseconds(other) * (misses if work.paired and not other.paired else 1.0)
@@ -289,7 +325,51 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
         "one-s512",
         "one-s2048",
         "one-s4096",
+        "openelm-s2048",
+        "bloom-alibi-s2048",
     }
+
+
+@walk(
+    ("seqlen", "head_dim", "change", "partial"),
+    [
+        (4096, 64, {}, True),  # 21 blocks of 192 rows and 64 rows
+        (4096, 32, {}, True),
+        (4224, 64, {}, False),  # 22 blocks
+        (4096, 64, {"window_right": 5}, True),
+        (4096, 64, {"window_right": FULL}, False),
+        (4096, 64, {"window_left": 700}, False),
+        (4096, 64, {"bias": True}, False),
+        (32704, 64, {}, False),  # saves less than FIRST_PARTIAL_SAVES
+        (128, 64, {"seqlen_k": 16384}, False),
+        (4097, 128, {}, False),  # blocks of two warpgroups
+        (4096, 64, {"varlen": True}, True),
+        (4224, 64, {"varlen": True}, True),  # the longest fills its blocks, others need not
+        (4096, 64, {"varlen": True, "num_heads_kv": 4}, True),
+        (4096, 64, {"varlen": True, "window_left": 700}, False),
+        (2000, 64, {"varlen": True}, False),  # blocks of two warpgroups
+    ],
+)
+def test_the_first_block_is_partial_where_this_saves_work(
+    seqlen: int, head_dim: int, change: dict[str, Any], partial: bool
+) -> None:
+    problem = replace(problem_of(4, seqlen, (16, 16), head_dim), **change)
+    assert plan_of(problem, choose(problem)).first_partial is partial
+    for kernel in ("dq", "fp8"):
+        assert not plan_of(problem, choose(problem), kernel).first_partial
+
+
+@walk("seed", range(20))
+def test_a_partial_first_block_never_costs_more(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(draw.randint(1, 9), draw.randint(1, 5000), (8, 8), draw.choice((64, 128, 256)))
+    problem = replace(problem, seqlen_k=draw.choice((problem.seqlen_q, draw.randint(1, 9000))))
+    for config in alternatives(of_tables(problem)):
+        plan, costs = plan_of(problem, config), rounds.Costs(1.0, 1.0)
+        works = (work_of_launch(problem, plan._replace(first_partial=one), costs) for one in (False, True))
+        before, after = (work.blocks for work in works)
+        assert len(after) == len(before)
+        assert all(map(operator.le, after, before))
 
 
 @walk(

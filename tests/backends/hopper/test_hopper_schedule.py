@@ -230,6 +230,31 @@ def test_pairs_cost_the_same(blocks: int) -> None:
     assert {cost for cost in costs if cost != (blocks + 1) // 2} <= {blocks + 1}
 
 
+@walk("warpgroups", [2, 3])
+@walk("pack", [1, 2, 8])
+def test_a_partial_first_block_has_the_rows_that_the_last_one_would_lack(warpgroups: int, pack: int) -> None:
+    """Each warpgroup has the rows that one has without a partial first block, and visits the same keys."""
+    draw, mask = random.Random(warpgroups * pack), KernelMask(-1, 0)
+    first_token, own_range = as_python(schedule.first_token), as_python(schedule.own_range)
+    variant = SimpleNamespace(
+        BLOCK_M=64 * warpgroups, PACK=pack, BLOCK_N=128, FIRST_BLOCK_PARTIAL=True, **mask.constants
+    )
+    without = SimpleNamespace(**{**vars(variant), "FIRST_BLOCK_PARTIAL": False})
+    for length in [1, 63, 64, 65, 191, 193, *(draw.randint(1, 900) for _ in range(20))]:
+        work = SimpleNamespace(seqlen_q=length, seqlen_k=length + draw.choice((0, 100, -length // 2)))
+        places = list(itertools.product(range(-(-length * pack // variant.BLOCK_M)), range(warpgroups)))
+        found, offset, launch = [], work.seqlen_k - length, SimpleNamespace(mask=mask)
+        for constants in (variant, without):
+            rows = {place: first_token(constants, place[1], work, place[0]) for place in places}
+            full = [place for place in places if rows[place] < length]
+            assert full == (places[-len(full) :] if constants is variant else places[: len(full)])
+            assert [rows[place] for place in full] == list(range(0, length, 64 // pack))
+            ranges = [own_range(constants, place[1], work, place[0], launch) for place in full]
+            # Which block the others mask as a whole depends on their tile.
+            found.append([(first, own) for first, last, _, _, own in ranges if last + offset >= 0])
+        assert found[0] == found[1]
+
+
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1)]
 
 
@@ -238,7 +263,9 @@ WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1)]
 def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> None:
     left, right = window
     mask, rows_of_block, block_n = KernelMask(left, right), 16, 8
-    two_heads = SimpleNamespace(BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, **mask.constants)
+    two_heads = SimpleNamespace(
+        BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, FIRST_BLOCK_PARTIAL=False, **mask.constants
+    )
     for first in range(0, seqlen_q, rows_of_block):
         last = min(first + rows_of_block, seqlen_q) - 1
         begin, end = as_python(schedule.key_blocks)(two_heads, first, last, seqlen_q, seqlen_k, mask)

@@ -17,7 +17,13 @@ from flashtile.backends.hopper.config import (
     modifiers_of,
     padded_columns,
 )
-from flashtile.backends.hopper.forward.rounds import COSTS, blocks_stand_alone, fastest
+from flashtile.backends.hopper.forward.rounds import (
+    Costs,
+    blocks_stand_alone,
+    costs_of,
+    fastest,
+    programs_overlap,
+)
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
@@ -101,6 +107,9 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """Programs take work tiles from the work queue, not in a fixed order."""
     PAIRED: bool
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
+    FIRST_BLOCK_PARTIAL: bool
+    """The first block of query rows of a sequence lacks warpgroups, not the last, which sees the most keys
+    under a mask with a right edge (``rounds.first_is_partial``)."""
     PACK: int
     """Number of rows of a token in a tile: one for each query head of a key head that shares the tile
     (FlashAttention-3's PackGQA), and unused ones if these are no power of two."""
@@ -163,6 +172,7 @@ _M128_N64_LAZY = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True)
 _M128_N64_SHARED = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2)
 _M128_N64_SHARED_LAZY = replace(_M128_N64_SHARED, LAZY_RESCALE=True)
 _M64_N128 = F(1, 128, Q_STAGES=2, paired_below=0)
+_M64_N128_SHARED = replace(_M64_N128, PROGRAMS=2)
 _M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
 _M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0)
 _M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
@@ -275,7 +285,7 @@ _TABLE |= {
 }
 """Unequal head sizes have tiles that fit in shared memory. These configurations were not timed."""
 _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
-    _M128_N128_TWO_Q: (_M192_N128, _M64_N128),
+    _M128_N128_TWO_Q: (_M192_N128, _M64_N128, _M64_N128_SHARED),
     _M128_N128_TWO_Q_PING_PONG: (_M192_N128_FREE, _M64_N128),
     _M192_N128: (_M128_N128_TWO_Q, _M64_N128),
     _M192_N128_FREE: (_M128_N128_TWO_Q, _M64_N128),
@@ -292,7 +302,8 @@ the order of a row's sums are equal: ``BLOCK_N``, ``LAZY_RESCALE`` and ``Q_IN_RE
 number of sequences choose between them, since the output of a sequence must not depend on the others.
 
 Tiles of 64 rows, for one sequence of 1024 with 8 heads, in us: head_dim 64 causal 15.0 instead of 17.6, 128
-causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3."""
+causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3. Two programs with
+such tiles on each multiprocessor: 6 x 1480, 4 heads of 64, causal, 27.7 instead of 30.2."""
 LONG = 3072
 """From here on, packed sequences under a causal mask have tiles of 192 rows at head_dim 64. Three drawn
 batches take 0.918 and 0.977 of the time of 128 rows where heads share tiles besides, and 0.996 where they do
@@ -424,9 +435,13 @@ def choose(problem: Problem) -> ForwardConfig:
     if problem.varlen and problem.seqlen_k >= LONG and left == UNLIMITED and config == _M128_N128_TWO_Q:
         return _M192_N128
     sizes = tile_columns(problem)
-    return fastest(
-        problem, alternatives(config), lambda other: COSTS.get((*sizes, other.warpgroups, other.BLOCK_N))
-    )
+
+    def costs(other: ForwardConfig) -> Costs | None:
+        if other == _M64_N128_SHARED and not programs_overlap(problem, other):
+            return None
+        return costs_of(sizes, other)
+
+    return fastest(problem, alternatives(config), costs)
 
 
 @cache

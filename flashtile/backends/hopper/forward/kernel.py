@@ -65,6 +65,7 @@ from flashtile.backends.hopper.forward.schedule import (
     ForwardCall,
     OwnBlocks,
     consume,
+    first_token,
     own_range,
     produce,
     tile_blocks,
@@ -325,7 +326,7 @@ def load_queries(
     zeros."""
     # A token is PACK rows of a tile. A head of the schedule is one of a query head's COLUMN_SPLITS parts,
     # which differ in their columns of v and O only: they load the same queries.
-    row, head = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK, work.head // C.COLUMN_SPLITS
+    row, head = first_token(C, w, work, block), work.head // C.COLUMN_SPLITS
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         row = RAGGED_ROWS - work.seqlen_q + row

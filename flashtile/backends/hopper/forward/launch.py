@@ -98,6 +98,7 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         EVEN_N=even,
         QUEUED=plan.queued,
         PAIRED=plan.paired,
+        FIRST_BLOCK_PARTIAL=plan.first_partial,
         PACK=rows_of_token(plan.pack),
         PACKED_HEADS=plan.pack,
         SCALED_SCORES=scaled,

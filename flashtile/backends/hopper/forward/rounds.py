@@ -48,6 +48,9 @@ time of pairs with 72 MiB (estimate: 0.76), and 1.05 with 128 MiB (0.98); at hea
 0.965 of the whole backward pass with 103 MiB, 0.964 with 140 and 1.010 with 160. If dQ is three sevenths of
 the pass, these are 0.92, 0.92 and 1.02 (estimates: 0.85, 0.95, 0.97)."""
 
+FIRST_PARTIAL_SAVES = 0.01
+"""In dense calls the first block of query rows is the partial one if this saves more of their keys."""
+
 
 class Costs(NamedTuple):
     """Measured times of a program, in microseconds."""
@@ -60,32 +63,41 @@ class Costs(NamedTuple):
 
 LAUNCH = 7.0
 """Estimated time of a launch without work tiles, in microseconds."""
-COSTS: dict[tuple[int, int, int, int], Costs] = {
-    (64, 64, 1, 128): Costs(1.0, 0.79),
-    (128, 128, 1, 128): Costs(1.7, 1.09),
-    (256, 256, 1, 64): Costs(2.3, 1.05),
-    (32, 32, 1, 128): Costs(1.0, 0.70),
-    (32, 32, 2, 64): Costs(1.6, 0.93),
-    (32, 32, 2, 128): Costs(1.6, 0.88),
-    (32, 32, 3, 128): Costs(2.5, 1.10),
-    (64, 64, 2, 64): Costs(2.0, 1.20),
-    (64, 64, 2, 128): Costs(1.8, 1.08),
-    (64, 64, 3, 128): Costs(3.2, 1.39),
-    (96, 96, 1, 128): Costs(1.5, 1.07),
-    (96, 96, 2, 128): Costs(1.6, 1.47),
-    (128, 128, 2, 64): Costs(0.9, 0.98),
-    (128, 128, 2, 128): Costs(2.4, 1.49),
-    (160, 160, 2, 128): Costs(3.6, 1.80),
-    (192, 128, 2, 128): Costs(1.6, 2.01),
-    (192, 192, 2, 64): Costs(1.6, 1.18),
-    (256, 256, 2, 64): Costs(3.7, 1.38),
+COSTS: dict[tuple[int, int, int, int, int], Costs] = {
+    (64, 64, 1, 128, 1): Costs(1.0, 0.79),
+    (64, 64, 1, 128, 2): Costs(0.4, 1.26),
+    (128, 128, 1, 128, 1): Costs(1.7, 1.09),
+    (256, 256, 1, 64, 1): Costs(2.3, 1.05),
+    (32, 32, 1, 128, 1): Costs(1.0, 0.70),
+    (32, 32, 2, 64, 2): Costs(1.6, 0.93),
+    (32, 32, 2, 128, 1): Costs(1.6, 0.88),
+    (32, 32, 3, 128, 1): Costs(2.5, 1.10),
+    (64, 64, 2, 64, 2): Costs(2.0, 1.20),
+    (64, 64, 2, 128, 1): Costs(1.8, 1.08),
+    (64, 64, 3, 128, 1): Costs(3.2, 1.39),
+    (96, 96, 1, 128, 1): Costs(1.5, 1.07),
+    (96, 96, 2, 128, 1): Costs(1.6, 1.47),
+    (128, 128, 2, 64, 1): Costs(0.9, 0.98),
+    (128, 128, 2, 128, 1): Costs(2.4, 1.49),
+    (160, 160, 2, 128, 1): Costs(3.6, 1.80),
+    (192, 128, 2, 128, 1): Costs(1.6, 2.01),
+    (192, 192, 2, 64, 1): Costs(1.6, 1.18),
+    (256, 256, 2, 64, 1): Costs(3.7, 1.38),
 }
-"""(columns of q and k, of v, warpgroups, BLOCK_N) -> costs. At head sizes 64, 128 and 256, they and
+"""(columns of q and k, of v, warpgroups, BLOCK_N, PROGRAMS) -> costs. At head sizes 64, 128 and 256, they and
 ``LAUNCH`` were fitted to ``benchmarks/results/2026-11-27-h200-rounds.json`` and, of
 ``2026-11-23-h200-*-forward*.json``, to the calls with few work tiles. Few of them have two warpgroups and 64
 keys at head sizes 64 and 128: these costs lie between that fit and one of longer calls. Other head sizes were
 fitted to the older files, except those of 32 columns and 128 keys and of 96 columns and one warpgroup, which
-are estimated."""
+are estimated. Two programs of one warpgroup were timed in one call, 6 x 1480 with 4 heads: 0.92 of the time
+of 192 rows. Of the costs that explain this, these have the longest blocks, as each program reads all keys."""
+TILES_TO_SHARE = 2, 3
+"""Least and most work tiles of a program of one warpgroup that shares its multiprocessor."""
+
+
+def costs_of(columns: tuple[int, int], config: ForwardConfig) -> Costs | None:
+    """Return the costs of a configuration for tiles of ``columns`` of (q and k, v); None if not measured."""
+    return COSTS.get((*columns, config.warpgroups, config.BLOCK_N, config.PROGRAMS))
 
 
 class ForwardPlan(NamedTuple):
@@ -108,6 +120,8 @@ class ForwardPlan(NamedTuple):
     """Work tiles are pairs: the first block of query rows with the last, and so on."""
     queued: bool
     """Programs take work tiles from the work queue, not in serpentine order."""
+    first_partial: bool
+    """The first block of query rows lacks warpgroups, not the last."""
     interleaved: int
     """Number of heads whose work tiles are interleaved."""
     mask: KernelMask
@@ -142,6 +156,7 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
     return ForwardPlan(
         kernel=kernel, config=config, pack=pack, column_splits=splits, heads=heads, blocks=blocks,
         paired=paired, queued=queued, interleaved=interleaved, mask=mask,
+        first_partial=kernel == "forward" and one_edge and first_is_partial(problem, config, pack),
     )  # fmt: skip
 
 
@@ -190,6 +205,17 @@ def fastest(
     return best
 
 
+def programs_overlap(problem: Problem, config: ForwardConfig) -> bool:
+    """Whether programs of one warpgroup that share multiprocessors may replace longer tiles.
+
+    While one begins or ends a tile the other multiplies, so programs need more than one tile. Where they have
+    many, longer tiles fill the card as well, and read keys less often.
+    """
+    least, most = TILES_TO_SHARE
+    tiles = plan_of(problem, config).tiles / (config.PROGRAMS * multiprocessors(problem.device))
+    return least <= tiles <= most
+
+
 def keys_are_few(problem: Problem) -> bool:
     """Whether the keys and values of a dense call, of 16 bits, have at most MAX_SINGLE_BYTES."""
     width = 2 * (problem.head_dim + problem.head_dim_v)
@@ -199,7 +225,8 @@ def keys_are_few(problem: Problem) -> bool:
 def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchWork:
     """Return the work of a dense call that is divided by ``plan``."""
     config = plan.config
-    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
+    lacking = lacking_tokens(problem, config, plan.pack) if plan.first_partial else 0
+    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N, lacking))
     programs = config.PROGRAMS * multiprocessors(problem.device)
     return LaunchWork(
         blocks=blocks, heads=plan.heads, interleaved=plan.interleaved, paired=plan.paired, queued=plan.queued,
@@ -207,15 +234,42 @@ def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchW
     )  # fmt: skip
 
 
-def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
-    """Yield how many blocks of keys each block of ``rows`` query rows visits, the last rows first."""
+def blocks_of_rows(problem: Problem, rows: int, block_n: int, lacking: int = 0) -> Iterator[int]:
+    """Yield how many blocks of keys each block of ``rows`` query rows visits, the last rows first.
+
+    ``lacking``: rows that the first block lacks in place of the last one.
+    """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     offset = problem.seqlen_k - problem.seqlen_q
-    for first in range((problem.seqlen_q - 1) // rows * rows, -1, -rows):
+    for first in range((problem.seqlen_q - 1) // rows * rows - lacking, -rows, -rows):
         last = min(first + rows, problem.seqlen_q) - 1
         begin = 0 if left == UNLIMITED else max(first + offset - left, 0)
         end = problem.seqlen_k if right == UNLIMITED else min(last + offset + right + 1, problem.seqlen_k)
         yield math.ceil(end / block_n) - begin // block_n if begin < end else 1
+
+
+def lacking_tokens(problem: Problem, config: ForwardConfig, pack: int) -> int:
+    """Return how many tokens of whole warpgroups a dense sequence lacks to fill its blocks of query rows."""
+    unit = WARPGROUP_ROWS // pack
+    return -math.ceil(problem.seqlen_q / unit) % config.warpgroups * unit
+
+
+def first_is_partial(problem: Problem, config: ForwardConfig, pack: int) -> bool:
+    """Whether the first block of query rows is the partial one, under a mask with only a right edge.
+
+    No block then visits more keys, and bits are equal. Blocks of three warpgroups take 0.955 to 0.995 of the
+    time. Blocks of two, whose rows are at most half a block of keys apart, took 0.98 to 1.08 at head sizes
+    (192, 128). A dense call must save FIRST_PARTIAL_SAVES of its keys: it may need one more kernel. The host
+    does not know the lengths of packed sequences, and few of them fill whole blocks.
+    """
+    if config.warpgroups < 3 or modifiers_of(problem):
+        return False
+    if problem.varlen:
+        return True
+    rows = config.BLOCK_M // pack
+    blocks = math.ceil(problem.seqlen_q / rows)
+    saved = (blocks - 1) * lacking_tokens(problem, config, pack)
+    return saved > FIRST_PARTIAL_SAVES * blocks * max(problem.seqlen_k - (blocks - 1) * rows / 2, 0)
 
 
 def tile_costs(work: LaunchWork) -> Iterator[float]:

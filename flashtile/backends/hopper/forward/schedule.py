@@ -281,12 +281,37 @@ def own_blocks(C: gl.constexpr, first_row, last_row, n_begin, n_end, seqlen_q, s
 
 
 @gluon.jit
+def lacking_tokens(C: gl.constexpr, work):
+    """Return how many tokens the first block of query rows lacks with FIRST_BLOCK_PARTIAL.
+
+    It lacks whole warpgroups, so the same 64 rows share a warpgroup as without, and their bits are equal.
+    """
+    UNIT: gl.constexpr = WARPGROUP_ROWS // C.PACK
+    TOKENS: gl.constexpr = C.BLOCK_M // C.PACK
+    filled = (work.seqlen_q + UNIT - 1) // UNIT * UNIT
+    return (filled + TOKENS - 1) // TOKENS * TOKENS - filled
+
+
+@gluon.jit
+def first_token(C: gl.constexpr, W: gl.constexpr, work, block):
+    """Return the first token of warpgroup W in a block of query rows."""
+    first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
+    if C.FIRST_BLOCK_PARTIAL:
+        first -= lacking_tokens(C, work)
+        # A warpgroup without rows is past the last query, where zeros are loaded and nothing is stored.
+        first = first if first >= 0 else work.seqlen_q - first
+    return first
+
+
+@gluon.jit
 def tile_blocks(C: gl.constexpr, work, block, mask):
     """Return (n_begin, n_end), the range of blocks of keys that a tile visits.
 
     The producer loads these blocks, and every consumer releases each of them.
     """
     first = block * (C.BLOCK_M // C.PACK)
+    if C.FIRST_BLOCK_PARTIAL:
+        first -= lacking_tokens(C, work)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
     return key_blocks(C, first, last, work.seqlen_q, work.seqlen_k, mask)
 
@@ -300,7 +325,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
     :class:`OwnBlocks`.
     """
     n_begin, n_end = tile_blocks(C, work, block, schedule.mask)
-    first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
+    first = first_token(C, W, work, block)
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
     own = own_blocks(C, first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.mask)
     return first, last, n_begin, n_end, own

@@ -306,7 +306,7 @@ _HOPPER_PAGED = replace(
 _CHUNK: dict[str, Any] = {"seqlen_q": 1024, "total_q": 8192}
 _DIVIDED: dict[str, Any] = {"seqlen_q": 64, "total_q": 512}
 """Few blocks of rows and many keys, so that work tiles are divided into parts."""
-_MIXED: dict[str, Any] = {"varlen": True, "batch": 85, "seqlen_q": 255, "total_q": 404}
+_MIXED: dict[str, Any] = {"varlen": True, "batch": 85, "seqlen_q": 255, "total_q": 404, "num_heads_q": 12}
 """A step of chunks and single tokens, with work tiles of 64 rows."""
 _WHOLE: dict[str, Any] = {"batch": 16, "total_q": 128}
 _MANY_SEQUENCES: dict[str, Any] = {"batch": 40, "total_q": 320}
@@ -360,8 +360,7 @@ def _hopper_cases() -> Iterator[CompileCase]:
                 varied = replace(problem, **_HOPPER_VARIANTS[name])
                 yield _hopper_case(varied, choose(varied), name)
     for head_dim in (64, 128):
-        sizes = {"num_heads_q": 12, "num_heads_kv": 2, "head_dim": head_dim, "head_dim_v": head_dim}
-        problem = replace(_HOPPER_PAGED, **_MIXED, **sizes)
+        problem = replace(_HOPPER_PAGED, **_MIXED, num_heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
         yield _hopper_case(problem, choose(problem), "mixed, group of 6")
     for problem in (_HOPPER_PAGED, replace(_HOPPER_PAGED, **_MANY_SEQUENCES)):
         combine = only(combine_recorded_kernel, _hopper_kernels(problem, choose(problem)), tensor_cores=False)

@@ -568,7 +568,7 @@ def test_columns_of_tiles(sizes: tuple[int, int], change: dict, columns: tuple[i
 )
 def test_queries_get_a_further_tile_where_memory_suffices(sizes: tuple[int, int], extra: int) -> None:
     problem = replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1])
-    assert choose(problem).EXTRA_Q == extra
+    assert extra == choose(problem).EXTRA_Q
 
 
 @pytest.mark.compile

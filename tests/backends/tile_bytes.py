@@ -49,10 +49,12 @@ def of_wide_backward(config: WideBackwardConfig, block_d: int, block_dv: int) ->
     both = block_d + block_dv
     if config.COLUMN_SPLITS > 1:
         return _of_halves(config, block_d)
-    rows = config.STAGES * config.BLOCK_M
+    rows, extra = config.STAGES * config.BLOCK_M, config.EXTRA_Q * config.BLOCK_M
     weights = 2 * config.BLOCK_M * config.BLOCK_N
-    gradients = 0 if block_d == block_dv else config.BLOCK_N * both
-    dkv = 2 * ((rows + config.BLOCK_N) * both + weights + gradients) + 4 * 2 * rows
+    dk_columns = GRADIENT_PART if extra else block_d
+    gradients = 0 if block_d == block_dv else config.BLOCK_N * (dk_columns + block_dv)
+    tiles = (rows + config.BLOCK_N) * both + extra * block_d
+    dkv = 2 * (tiles + weights + gradients) + 4 * (2 * rows + extra)
     v_stages = 1 if block_d == block_dv else 2
     dq = 2 * (2 * WARPGROUP_ROWS * both + config.BLOCK_N * (config.STAGES * block_d + v_stages * block_dv))
     return dkv, dq

@@ -520,7 +520,7 @@ _MASKS = {"full": PLAIN, "causal": _CAUSAL, "features": _GROUPED_FEATURES}
 _KNOWN = replace(_GROUPED_FEATURES, varlen=False, seqused_k=False, deterministic=False)
 """Every feature of the calls that may have another configuration than that of the tables."""
 _TABLE = ((32, 32), (64, 64), (128, 128), (64, 128), (128, 64))
-_WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
+_WIDE = ((256, 256), (256, 128), (192, 128), (64, 256), (512, 512))
 _SHARED = Splits(heads=4, rows=2)
 """Eight programs share a block of keys: each has one of four query heads and half of the rows."""
 

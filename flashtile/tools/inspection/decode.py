@@ -306,6 +306,8 @@ _HOPPER_PAGED = replace(
 _CHUNK: dict[str, Any] = {"seqlen_q": 1024, "total_q": 8192}
 _DIVIDED: dict[str, Any] = {"seqlen_q": 64, "total_q": 512}
 """Few blocks of rows and many keys, so that work tiles are divided into parts."""
+_MIXED: dict[str, Any] = {"varlen": True, "batch": 85, "seqlen_q": 255, "total_q": 404, "num_heads_q": 12}
+"""A step of chunks and single tokens, with work tiles of 64 rows."""
 _WHOLE: dict[str, Any] = {"batch": 16, "total_q": 128}
 _MANY_SEQUENCES: dict[str, Any] = {"batch": 40, "total_q": 320}
 _HOPPER_FEATURES: dict[str, Any] = {
@@ -340,8 +342,8 @@ def _hopper_cases() -> Iterator[CompileCase]:
     """Yield a compile case with all features for each configuration (:func:`every_row`).
 
     Configurations of equal head sizes also have a case without features, and those with head_dim 128 have
-    cases of ``_HOPPER_VARIANTS``. Last come the kernels that combine parts, and the one that fills the table
-    of the work queue.
+    cases of ``_HOPPER_VARIANTS``. Then come mixed steps, which divide work tiles of few rows. Last come the
+    kernels that combine parts, and the one that fills the table of the work queue.
     """
     for block_d, block_dv, cache_dtype, chosen in every_row():
         problem = replace(_HOPPER_PAGED, head_dim=block_d, head_dim_v=block_dv, cache_dtype=cache_dtype)
@@ -362,6 +364,9 @@ def _hopper_cases() -> Iterator[CompileCase]:
         problem = replace(problem, invariant=True, num_splits=1, page_size=page_size)
         problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
         yield _hopper_case(problem, choose(problem), f"invariant, page {page_size}")
+    for head_dim in (64, 128):
+        problem = replace(_HOPPER_PAGED, **_MIXED, num_heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
+        yield _hopper_case(problem, choose(problem), "mixed, group of 6")
     for problem in (_HOPPER_PAGED, replace(_HOPPER_PAGED, **_MANY_SEQUENCES)):
         combine = only(combine_recorded_kernel, _hopper_kernels(problem, choose(problem)), tensor_cores=False)
         unit = "work tile" if combine.constants["C"].BY_WORK_TILE else "program"

@@ -562,22 +562,31 @@ def test_columns_of_tiles(sizes: tuple[int, int], change: dict, columns: tuple[i
     assert columns == (variant.BLOCK_D, variant.BLOCK_DV)
 
 
+@walk(
+    ("sizes", "extra"),
+    [((192, 128), 1), ((136, 64), 1), ((192, 192), 0), ((200, 128), 0), ((128, 192), 0), ((264, 128), 1)],
+)
+def test_queries_get_a_further_tile_where_memory_suffices(sizes: tuple[int, int], extra: int) -> None:
+    problem = replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1])
+    assert extra == choose(problem).EXTRA_Q
+
+
 @pytest.mark.compile
 @pytest.mark.thorough
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
-@walk("sizes", [(64, 128), (256, 128), (512, 512)])
+@walk("sizes", [(64, 128), (192, 128), (256, 128), (512, 512)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     """Tiles as the table has them, barriers beside. Parts in float32 leave through as much as 16 bits do."""
     config = choose(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
+    padded = tile_widths(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
+    cases = [case for case in hopper_backward_cases() if f"head_dim {sizes[0]}/{sizes[1]} " in case.name]
     if isinstance(config, WideBackwardConfig):
-        of_dkv, of_dq = tile_bytes.of_wide_backward(config, *sizes)
-        tiles = (of_dkv, of_dq, of_dkv) if sizes[0] != sizes[1] else (*(of_dkv, of_dq) * 3, of_dkv)
+        of_dkv, of_dq = tile_bytes.of_wide_backward(config, *padded)
+        tiles = [of_dkv if " dkv " in case.name else of_dq for case in cases]
     else:
-        tiles = tuple(tile_bytes.of_backward(replace(config, ONE_BLOCK=one), *sizes) for one in (False, True))
-    name = f"head_dim {sizes[0]}/{sizes[1]} "
-    compiled = [report(case, "sm_90a").shared for case in hopper_backward_cases() if name in case.name]
-    for ours, theirs in zip(tiles, compiled, strict=True):
-        assert ours < theirs < ours + BARRIERS
+        tiles = [tile_bytes.of_backward(replace(config, ONE_BLOCK=one), *padded) for one in (False, True)]
+    for ours, case in zip(tiles, cases, strict=True):
+        assert ours < report(case, "sm_90a").shared < ours + BARRIERS
 
 
 def test_larger_tiles_would_not_fit() -> None:

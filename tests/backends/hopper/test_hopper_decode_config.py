@@ -59,7 +59,13 @@ def mixed(batch: int, seqlen_q: int, total_q: int, **more: Any) -> DecodeProblem
         (of(1, 256), 1, 128),
         (of(8, 64), 1, None),
         (of(2, 128, varlen=True), 1, 128),
-        (mixed(23, 605, 627, num_heads_q=24), 1, None),
+        (mixed(23, 605, 627, num_heads_q=24), 2, None),  # in the mean 82 rows of a key head
+        (mixed(23, 605, 627, num_heads_q=40), 1, None),  # 136
+        (mixed(85, 255, 404, num_heads_q=12, num_heads_kv=2), 2, None),
+        (mixed(93, 295, 387, num_heads_q=14, num_heads_kv=1, head_dim=64, head_dim_v=64), 2, None),
+        (mixed(85, 255, 404, head_dim=256, head_dim_v=256), 1, None),  # no row of two programs
+        (mixed(85, 255, 404, page_size=8), 1, None),  # keys are copied one by one
+        (mixed(85, 255, 404, num_splits=2), 1, None),  # would depend on the other sequences
         (mixed(2, 256, 257), 1, 128),  # one chunk and one token
         (mixed(8, 16, 23), 2, 256),  # sequences have one query tile each
     ],
@@ -81,8 +87,8 @@ def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | 
         (of(32, 1024, varlen=True, num_heads_q=12, num_heads_kv=2), True),  # 48 of 2
         (of(32, 256, varlen=True, num_splits=2), False),
         (of(1, 256, varlen=True), False),  # equal shares
-        (mixed(32, 1024, 1055), True),  # 32 of 8, and 63 of 8 in the batch
-        (mixed(64, 1024, 1087), False),  # 95 of 8 in the batch
+        (mixed(32, 1024, 1055), True),  # 32 of 8, and 64 of 8 in the batch
+        (mixed(96, 1024, 1119), False),  # 64 of 8, and 165 of 8 in the batch, for twice the programs
     ],
 )
 def test_which_work_tiles_the_queue_divides(problem, divided) -> None:

@@ -859,7 +859,8 @@ def test_decode_of_groups_that_do_not_divide_a_tile(name: str) -> None:
 def test_decode_of_a_chunk_among_single_tokens() -> None:
     """The queue has the longest sequence, of one token, in parts. Of others some m_blocks have no rows."""
     tensors, arguments = paged([50, 3900, 5, 300], (7, 1), 64, seqlen_q=(50, 1, 1, 1), device="cpu")
-    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4), interpreted() as interpreter:
+    # Each multiprocessor has two programs, as the rows of most sequences are few.
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 2), interpreted() as interpreter:
         decode_testing.check(*tensors, backend="hopper", causal=True, **arguments)
     assert {"table_kernel", "attend_kernel", "combine_divided_kernel"} <= set(interpreter.launched)
 

@@ -43,6 +43,8 @@ class BackwardConfig:
             each head, are divided among programs that share a block of keys (``splits``).
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
             columns of a block (``wide_dkv``).
+        EXTRA_Q: tiles of queries that ``wide_dkv`` has in shared memory besides STAGES of them (of halves,
+            STAGES * COLUMN_SPLITS).
         ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
         ONE_BLOCK: whether each sequence has one block of keys at most, so that dQ needs no ``dq_accum``.
     """
@@ -52,6 +54,7 @@ class BackwardConfig:
     HEAD_SPLITS: int = 1
     ROW_SPLITS: int = 1
     COLUMN_SPLITS: int = 1
+    EXTRA_Q: int = 0
     ALL_RESIDENT: bool = False
     ONE_BLOCK: bool = False
 
@@ -130,6 +133,7 @@ class BackwardVariant(MaskConstants, ModifierFlags):
     SHARED: bool
     """Several programs share a block of keys, and each writes its part of dK and dV in float32."""
     COLUMN_SPLITS: int
+    EXTRA_Q: int
     HEAD_DIM: int
     """Columns of q and k."""
     HEAD_DIM_V: int
@@ -153,7 +157,7 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
     (64, 128): BackwardConfig(64),
     (128, 64): BackwardConfig(64),
 }
-_HALVES = WideBackwardConfig(WARPGROUP_ROWS // 2, STAGES=1, COLUMN_SPLITS=2)
+_HALVES = WideBackwardConfig(WARPGROUP_ROWS // 2, STAGES=1, COLUMN_SPLITS=2, EXTRA_Q=1)
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
 _FEW_ROWS = BackwardConfig(64)
 """Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
@@ -218,7 +222,11 @@ def _wide(problem: Problem) -> WideBackwardConfig:
     """Return the configuration for head sizes over 128, without pairs for dQ if these would take longer."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS_OF_V:
         return _HALVES
-    config = WideBackwardConfig()
+    # dK of 129 to 192 columns leaves through 64 of them (``launch.gradient_columns``). With narrower values,
+    # memory suffices for a third tile of q, which is read from the first product of a step, S, to the last,
+    # dK. The backward pass of heads of (192, 128) then takes 0.935 of the time (three drawn causal calls).
+    has_room = 128 < problem.head_dim <= 192 and problem.head_dim_v <= 128
+    config = WideBackwardConfig(EXTRA_Q=int(has_room))
     single = replace(config, paired_below=0)
     rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, "dq")
     return config if rows == config.rows else single

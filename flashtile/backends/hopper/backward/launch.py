@@ -102,6 +102,7 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
         GROUPED=problem.group_size > config.HEAD_SPLITS,  # if all heads are divided, each is alone
         SHARED=config.parts > 1,
         COLUMN_SPLITS=config.COLUMN_SPLITS,
+        EXTRA_Q=config.EXTRA_Q,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,

@@ -21,7 +21,7 @@ The tensor cores then multiply for ``keys`` while ``values`` computes exponentia
     keys                       [   dP i   ] ( dS i ) [   dK i   ]         [   dP i+1   ] ( dS i+1 ) ...
 
     ring      slots           written by                       released by
-    q         STAGES          TMA, with -lse                   values after S, keys after dK
+    q         STAGES+EXTRA_Q  TMA, with -lse                   values after S, keys after dK
     do        STAGES          TMA, with -delta                 keys after dP, values after dV
     k, v      1               TMA                              values, keys: the gradient is stored through it
     weights   2               values, one arrival              keys: P is in registers
@@ -139,9 +139,9 @@ def dkv_kernel(
     """
     # Channels have (slots, readers, tiles of a slot).
     dtype: gl.constexpr = q_desc.dtype
-    # In halves, three of q and two of dO fit: q is read from the first product of a step, S, to the last, dK.
-    Q_STAGES: gl.constexpr = C.STAGES if C.COLUMN_SPLITS == 1 else 2 * C.STAGES + 1
+    # An extra tile is one of q, which is read from the first product of a step, S, to the last, dK.
     DO_STAGES: gl.constexpr = C.STAGES * C.COLUMN_SPLITS
+    Q_STAGES: gl.constexpr = DO_STAGES + C.EXTRA_Q
     q = make_channel(q_desc, Q_STAGES, 2, 1)
     do = make_channel(do_desc, DO_STAGES, 2, 1)
     # Only ``values`` reads k, and only ``keys`` reads v: one reader, and one slot, of all halves.
@@ -374,10 +374,9 @@ def key_step(C: gl.constexpr, i, own, dk, tiles):
     neg_delta = statistics.neg_delta.index(slot).reshape([C.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     dp = warpgroup_mma_wait(0, deps=[dp])
     # After the release, TMA may overwrite -delta, and an arrival does not wait for loads: 30 of 14,000 passes
-    # had another dK. A thread has a quarter of the BLOCK_M numbers. Without COLUMN_SPLITS no wait is needed:
-    # the producer fills this step's slot of q before that of dO, and q is released only at the end of the
-    # step.
-    if C.COLUMN_SPLITS > 1:
+    # had another dK. A thread has a quarter of the BLOCK_M numbers. Without EXTRA_Q no wait is needed: the
+    # producer fills this step's slot of q before that of dO, and q is released only at the end of the step.
+    if C.EXTRA_Q > 0:
         neg_delta = wait_for_numbers(neg_delta, C.BLOCK_M // 4)
     release_tile(C, do, i)
     slot = weights.wait(i)

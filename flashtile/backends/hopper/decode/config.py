@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -220,6 +221,8 @@ def row(
 #   tokens take 82 instead of 87 us, 32 of 4096 140 instead of 166.
 # - Many rows: 1024 tokens over 8192 keys take 201 us, with 128 x 64 229. PIN_WAIT, the wait for P V after the
 #   exponentials: 0.937 to 0.970 of the time.
+# - Mixed steps of mostly single tokens have the row for few rows (``for_rows``): in two steps of 12 heads on
+#   2 it took 0.80 and 0.84 of the time of the row for many, and one program of 64 rows, 128 keys 0.84, 0.91.
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
     (64, 128): (row(1, 128, 3), row(2, 128, 3)),
@@ -259,18 +262,28 @@ def gathers(problem: DecodeProblem) -> bool:
 
 
 def for_rows(
-    head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int, alone: bool
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    cache_element_bytes: int,
+    alone: bool,
+    mean_rows: float = math.inf,
 ) -> HopperDecodeConfig:
     """Return the configuration for ``rows`` query rows per key head.
 
-    ``alone``: whether work tiles of few rows fill the GPU with one program per multiprocessor.
+    ``alone``: whether work tiles of few rows fill the GPU with one program per multiprocessor. ``mean_rows``:
+    mean over the sequences of a mixed step, of which ``rows`` are those of the longest.
     """
     sizes = padded_columns(head_dim), padded_columns(head_dim_v)
     if cache_element_bytes == 1:
         return _FP8_TABLE[sizes]
     few, many = _TABLE[sizes]
     if rows > WARPGROUP_ROWS:
-        return many
+        # If their mean fills no tile, most work tiles hold a single token. Its rows wait for memory, so what
+        # counts is how much is in flight: on a multiprocessor 192 KB with two programs, 128 KB with one of
+        # 128 rows. Rows for few rows with one program were not tried.
+        tokens = mean_rows < many.tile.BLOCK_M and few.programs_per_sm > 1
+        return few if tokens else many
     return _ALONE.get(sizes, few) if alone else few
 
 
@@ -280,8 +293,11 @@ def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     programs, work_tiles = multiprocessors(problem.device), few_row_tiles(problem)
     alone = takes_any_splits(problem) and MIN_FILLED * programs <= work_tiles <= programs
     sizes = problem.head_dim, problem.head_dim_v
+    mean_rows = math.inf
+    if problem.mixed and takes_any_splits(problem) and not gathers(problem):
+        mean_rows = problem.total_q * problem.group_size / problem.batch
     # ``_ALONE`` has tiles of as many keys as those of many rows, and other sizes' tiles have equally many.
-    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone or problem.invariant)
+    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone or problem.invariant, mean_rows)
     if problem.invariant:  # whether O is rescaled lazily depends on all rows of a tile
         config = replace(config, LAZY_RESCALE=False)
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory

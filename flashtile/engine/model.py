@@ -31,12 +31,13 @@ from flashtile.reference.linear import scaled_weight
 from flashtile.rounding import by_row, leaks_between_rows
 from flashtile.torch_private import FakeTensor
 
-SHORT_BYTES, SHORT_TILES = 2**18, 192
-"""A step is short if no sequence has more than SHORT_BYTES of own keys and values per key head, and if there
-are at least SHORT_TILES sequences times key heads. Attention to own keys then has one program for each
-sequence and key head. In other steps all programs get equal shares of the keys, because one program would
-take long for a long sequence. On an H200, 256 sequences of 75 own keys with 8 key heads of 128 take 52 us
-in equal shares and 40 with one program each, and 24 sequences of 20 to 520 keys take 16.6 and 13.8."""
+SHORT_BYTES, SHORT_TILES, SHORT_HEADS = 2**18, 192, 16
+"""A step is short if no sequence has more than SHORT_BYTES of own keys and values per key head, if there are
+at least SHORT_TILES sequences times key heads, and if at most SHORT_HEADS query heads share a key head.
+Attention to own keys then has one program for each sequence and key head. In other steps all programs get
+equal shares of the keys, because one program would take long for a long sequence. On an H200, 256
+sequences of 75 own keys with 8 key heads of 128 take 52 us in equal shares and 40 with one program each,
+and 24 sequences of 20 to 520 keys take 16.6 and 13.8. More query heads were not measured."""
 FEW_ROWS = 64
 """Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm

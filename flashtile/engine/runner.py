@@ -24,7 +24,7 @@ from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, Cascade, numbers_of_levels, row_length
-from flashtile.engine.model import SHORT_BYTES, SHORT_TILES, Groups, Model, StepInput
+from flashtile.engine.model import SHORT_BYTES, SHORT_HEADS, SHORT_TILES, Groups, Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Choice,
@@ -307,13 +307,15 @@ class Runner:
 
     def _is_short(self, schedule: SchedulerOutput, batch: int) -> bool:
         """Whether the step is short (``model.SHORT_BYTES``). ``batch``: the padded number of sequences."""
-        model, entries = self.model, schedule.entries
+        model, config, entries = self.model, self.model.config, schedule.entries
         if batch * model.kv_heads < SHORT_TILES or model.invariant:
             return False
+        if config.num_heads > SHORT_HEADS * config.num_kv_heads:
+            return False
         # An element of an FP8 cache takes as long as one of 16 bits.
-        most = SHORT_BYTES // (2 * 2 * model.config.head_dim)
+        most = SHORT_BYTES // (2 * 2 * config.head_dim)
         shared = [self._numbers_of(one, batch) for one in schedule.cascades]
-        if sum(map(len, schedule.cascades.values())) < len({*model.config.windows}):
+        if sum(map(len, schedule.cascades.values())) < len({*config.windows}):
             shared.append(array("i", bytes(4 * batch)))  # layers with this window have no groups
         return all(
             entry.start - end < most for ends in shared for entry, end in zip(entries, ends, strict=False)

@@ -22,7 +22,7 @@ from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, bound_of_group
-from flashtile.engine.model import FEW_ROWS, SHORT_TILES, Experts, Groups, Model, StepInput
+from flashtile.engine.model import FEW_ROWS, SHORT_HEADS, SHORT_TILES, Experts, Groups, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
@@ -112,7 +112,8 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         k_cache, v_cache = (
             torch.empty(shape, dtype=limits.cache_dtype or dtype, device="cpu") for _ in range(2)
         )
-        for step in _steps(limits, config.windows, drafts, model.kv_heads):
+        kv_heads = model.kv_heads if config.num_heads <= SHORT_HEADS * config.num_kv_heads else 0
+        for step in _steps(limits, config.windows, drafts, kv_heads):
             model.hidden(step, k_cache, v_cache)
         most = max(LOGITS_ROWS, limits.max_num_seqs * limits.verified)
         for rows in {*range(1, FEW_ROWS + 1), *sizes_between(1, most)}:

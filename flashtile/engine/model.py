@@ -32,12 +32,18 @@ from flashtile.rounding import by_row, leaks_between_rows
 from flashtile.torch_private import FakeTensor
 
 SHORT_BYTES, SHORT_TILES, SHORT_HEADS = 2**18, 192, 16
-"""A step is short if no sequence has more than SHORT_BYTES of own keys and values per key head, if there are
-at least SHORT_TILES sequences times key heads, and if at most SHORT_HEADS query heads share a key head.
-Attention to own keys then has one program for each sequence and key head. In other steps all programs get
-equal shares of the keys, because one program would take long for a long sequence. On an H200, 256
-sequences of 75 own keys with 8 key heads of 128 take 52 us in equal shares and 40 with one program each,
-and 24 sequences of 20 to 520 keys take 16.6 and 13.8. More query heads were not measured."""
+"""Attention to own keys has one program for each sequence and key head in *short* steps. In others all
+programs get equal shares of the keys, because one program would take long for a long sequence.
+
+A step is short if no sequence has more than SHORT_BYTES of own keys and values per key head, if there are at
+least SHORT_TILES sequences times key heads, and if at most SHORT_HEADS query heads share a key head. On an
+H200, 256 sequences of 75 own keys with 8 key heads of 128 take 52 us in equal shares and 34 with one program
+each, and 24 sequences of 20 to 520 keys take 19.0 and 13.6. More query heads were not measured."""
+MANY_TILES, SHARES = 1024, 264
+"""With at least MANY_TILES sequences times key heads, a step is also short if sequences have at most
+SHORT_BYTES in the mean, and the longest has no more than an equal share of all keys: one of SHARES, as on an
+H200. There, a step of Llama-3-8B with 224 sequences of 20 to 560 tokens takes 0.959 of the time. A step of
+Qwen3-0.6B with 64 sequences of 1,156 tokens would take 1.061 times as long."""
 FEW_ROWS = 64
 """Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm

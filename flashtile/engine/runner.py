@@ -24,7 +24,16 @@ from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, Cascade, numbers_of_levels, row_length
-from flashtile.engine.model import SHORT_BYTES, SHORT_HEADS, SHORT_TILES, Groups, Model, StepInput
+from flashtile.engine.model import (
+    MANY_TILES,
+    SHARES,
+    SHORT_BYTES,
+    SHORT_HEADS,
+    SHORT_TILES,
+    Groups,
+    Model,
+    StepInput,
+)
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Choice,
@@ -109,7 +118,8 @@ class Form(NamedTuple):
             of groups that share keys.
         few: (batch, tokens, width) of the first sequences, to which the groups belong, if the other sequences
             have too many new tokens for groups.
-        short: whether no sequence has many own keys (``model.SHORT_BYTES``). Only in graphs.
+        short: whether one program reads a sequence's own keys of a key head (``model.SHORT_BYTES``). Only in
+            graphs.
     """
 
     batch: int
@@ -308,7 +318,8 @@ class Runner:
     def _is_short(self, schedule: SchedulerOutput, batch: int) -> bool:
         """Whether the step is short (``model.SHORT_BYTES``). ``batch``: the padded number of sequences."""
         model, config, entries = self.model, self.model.config, schedule.entries
-        if batch * model.kv_heads < SHORT_TILES or model.invariant:
+        tiles = batch * model.kv_heads
+        if tiles < SHORT_TILES or model.invariant:
             return False
         if config.num_heads > SHORT_HEADS * config.num_kv_heads:
             return False
@@ -317,9 +328,15 @@ class Runner:
         shared = [self._numbers_of(one, batch) for one in schedule.cascades]
         if sum(map(len, schedule.cascades.values())) < len({*config.windows}):
             shared.append(array("i", bytes(4 * batch)))  # layers with this window have no groups
-        return all(
-            entry.start - end < most for ends in shared for entry, end in zip(entries, ends, strict=False)
-        )
+        for ends in shared:
+            own = [entry.start + 1 - end for entry, end in zip(entries, ends, strict=False)]
+            total, longest = sum(own), max(own)
+            few_each = total <= most * len(own)
+            if longest > most and not (
+                tiles >= MANY_TILES and few_each and longest * SHARES <= total * model.kv_heads
+            ):
+                return False
+        return True
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form

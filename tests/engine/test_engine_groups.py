@@ -419,6 +419,24 @@ def test_few_own_keys_are_read_by_one_program(monkeypatch):
         assert all((count == 1) == (own <= 9) for own, count in in_graphs)
 
 
+@pytest.mark.parametrize(
+    ("own", "short"),
+    [
+        ([512] * 256, True), ([513] * 256, False), ([512] * 24, True), ([20] * 23, False),
+        ([20, 560] * 112, True), ([20, 560] * 48, False), ([20, 560] * 56, False),
+        ([250] * 222 + [1700], True), ([250] * 222 + [1800], False),
+        ([1156] * 64, False), ([1156] * 256, False),
+    ],
+    ids=lambda one: f"{len(one)} of {min(one)} to {max(one)}" if isinstance(one, list) else None,
+)  # fmt: skip
+def test_which_steps_are_short(own, short):
+    """With 8 key heads of 128: no sequence has many keys, or few in the mean and none more than a share."""
+    config = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, windows=(-1,))
+    one = SimpleNamespace(model=SimpleNamespace(kv_heads=8, invariant=False, config=config))
+    schedule = SimpleNamespace(entries=[SimpleNamespace(start=keys - 1) for keys in own], cascades={})
+    assert runner.Runner._is_short(one, schedule, len(own)) is short  # type: ignore[arg-type]
+
+
 def test_the_layers_of_a_step_share_tables_that_no_other_step_has(monkeypatch):
     """A captured graph fills a table in its first layer, from the lengths of each replay."""
     llm, _ = with_groups(monkeypatch, "gemma2", {"window": 64}, captured=True)

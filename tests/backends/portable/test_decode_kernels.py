@@ -189,10 +189,10 @@ def test_which_work_tiles_are_left_whole(keys, sequences, even, stream_k):
 def test_one_program_each_has_smaller_tiles_where_not_all_run_at_once():
     """On an H200, with 8 key heads. Invariant results have one tile, whatever the batch is."""
     h200, a100 = Target.of_card(CARDS["h200"]), Target("A100", (8, 0), 108)
-    one = replace(PAGED, device=h200, batch=83, num_splits=1)  # 664 programs of 660 that run at a time
+    one = replace(PAGED, device=h200, batch=67, num_splits=1)  # 536 programs, of which 528 run at a time
     small, usual = (32, 4, 3), (64, 4, 3)
     for problem, tile in (
-        (one, small), (replace(one, batch=82), usual), (replace(one, num_splits=0), usual),
+        (one, small), (replace(one, batch=66), usual), (replace(one, num_splits=0), usual),
         (replace(one, num_splits=2), usual), (replace(one, invariant=True), usual),
         (replace(one, head_dim=64, head_dim_v=64), (64, 4, 3)), (replace(one, seqlen_q=8), (64, 8, 3)),
         (replace(one, cache_dtype=FP8), (64, 4, 4)), (replace(one, device=a100), usual),

@@ -196,8 +196,8 @@ def compare(document: dict[str, Any]) -> None:
             other = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
             found["equal_answers"][kind] = 1 - len(other) / len(pairs)
             found["parted"][kind] = [parting(*pair) for pair in other]
-        pairs = zip(*(found["greedy"].get(kind, []) for kind in (ALONE, SHARED)), strict=False)
-        same = [alone["tokens"] == shared["tokens"] for alone, shared in pairs]
+        both = zip(*(found["greedy"].get(kind, []) for kind in (ALONE, SHARED)), strict=False)
+        same = [alone["tokens"] == shared["tokens"] for alone, shared in both]
         found["blind_answers"] = sum(same) / max(len(same), 1)
 
 

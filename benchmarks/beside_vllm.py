@@ -25,7 +25,9 @@ Greedy answers to prompts of 200 tokens of their own, 32 ``alone`` and 32 ``shar
 ``equal_answers`` is the share of answers with equal tokens. The others part at ties: ``parted`` has for each
 of them the place of the first other token, and the contestant's difference of log-probabilities between the
 two tokens there. It is None if the difference is above 0.25, so no tie, or if the first contestant's token is
-not among the five likeliest.
+not among the five likeliest. ``blind_answers`` is the share of prompts with equal answers alone and behind
+the common tokens. Where it is 1, as with vLLM's random weights, which are small, answers follow from the last
+token, and equal ones say nothing about attention.
 
 The file of ``--json`` is written after every round, so a run that is cut off loses one round at most.
 ``first_round`` has the rates of the rounds that compile.
@@ -194,6 +196,9 @@ def compare(document: dict[str, Any]) -> None:
             other = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
             found["equal_answers"][kind] = 1 - len(other) / len(pairs)
             found["parted"][kind] = [parting(*pair) for pair in other]
+        both = zip(*(found["greedy"].get(kind, []) for kind in (ALONE, SHARED)), strict=False)
+        same = [alone["tokens"] == shared["tokens"] for alone, shared in both]
+        found["blind_answers"] = sum(same) / max(len(same), 1)
 
 
 def parting(own: dict[str, Any], other: dict[str, Any]) -> tuple[int, float | None]:
@@ -284,7 +289,8 @@ def main() -> None:
             if code:
                 keep(options, name, {"failed": f"exit code {code}"})
         for name, found in json.loads(options.json.read_text())["results"].items():
-            print(f"{name:20} equal answers {found['equal_answers']} parted {found['parted']}")
+            equal, blind = found["equal_answers"], found["blind_answers"]
+            print(f"{name:20} equal answers {equal} blind {blind} parted {found['parted']}")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ CALLS = (
     Call(1, 300, 72, residual=True, next_norm=True),
     Call(70, 36, 24, bias=True, norm=True, next_norm=True),
     Call(18, 200, 40, residual=True, next_norm=True),
+    Call(40, 40, 300, residual=True, next_norm=True),
     Call(18, 72, 40, "silu_and_mul", x_scale=True, scales="channel"),
     Call(65, 128, 40, "qkv", rotary_dim=16, x_scale=True, slots=True),
     Call(1, 128, 64, "qkv", norm=True, rotary_dim=16),

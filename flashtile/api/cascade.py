@@ -176,12 +176,14 @@ def cascade_with_kvcache(
     rotary_interleaved: bool = False,
     max_seqlen_q: int | None = None,
     max_seqlen_k_new: int | None = None,
+    num_splits: int = 0,
     **tensors: Tensor | None,
 ) -> Any:
     """Compute :func:`flash_attn_with_kvcache` in ``levels``, for the engine, which has checked everything.
 
     Args:
         levels: the keys that groups of sequences share.
+        num_splits: of attention to each sequence's own keys.
         tensors: the other tensors, by name. ``cache_leftpad`` (batch,) int32 is the number of each sequence's
             first keys that are in a level, or that a window hides from all its queries.
     """
@@ -202,4 +204,5 @@ def cascade_with_kvcache(
         return_lse=False,
     )  # fmt: skip
     cache = q, k_cache, v_cache
-    return decode(cache, attend_shared(cache, own, options, levels), options, ())[0]
+    own = attend_shared(cache, own, options, levels)
+    return decode(cache, own, options._replace(num_splits=num_splits), ())[0]

@@ -24,7 +24,16 @@ from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, Cascade, numbers_of_levels, row_length
-from flashtile.engine.model import Groups, Model, StepInput
+from flashtile.engine.model import (
+    MANY_TILES,
+    SHARES,
+    SHORT_BYTES,
+    SHORT_HEADS,
+    SHORT_TILES,
+    Groups,
+    Model,
+    StepInput,
+)
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Choice,
@@ -109,6 +118,8 @@ class Form(NamedTuple):
             of groups that share keys.
         few: (batch, tokens, width) of the first sequences, to which the groups belong, if the other sequences
             have too many new tokens for groups.
+        short: whether one program reads a sequence's own keys of a key head (``model.SHORT_BYTES``). Only in
+            graphs.
     """
 
     batch: int
@@ -119,6 +130,7 @@ class Form(NamedTuple):
     runs_draft: bool = False
     levels: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     few: tuple[int, int, int] | None = None
+    short: bool = False
 
 
 @dataclass
@@ -300,7 +312,31 @@ class Runner:
             few = len(counts), sum(counts), max(counts)
         _, tokens, width = few or sizes
         levels = tuple((tuple(windows), one.longest(width, tokens)) for one, windows in cascades.items())
-        return Form(*sizes, has_slots, tree, runs_draft, levels, few), captured
+        short = captured and sizes[2] == 1 and self._is_short(schedule, sizes[0])
+        return Form(*sizes, has_slots, tree, runs_draft, levels, few, short), captured
+
+    def _is_short(self, schedule: SchedulerOutput, batch: int) -> bool:
+        """Whether the step is short (``model.SHORT_BYTES``). ``batch``: the padded number of sequences."""
+        model, config, entries = self.model, self.model.config, schedule.entries
+        tiles = batch * model.kv_heads
+        if tiles < SHORT_TILES or model.invariant:
+            return False
+        if config.num_heads > SHORT_HEADS * config.num_kv_heads:
+            return False
+        # An element of an FP8 cache takes as long as one of 16 bits.
+        most = SHORT_BYTES // (2 * 2 * config.head_dim)
+        shared = [self._numbers_of(one, batch) for one in schedule.cascades]
+        if sum(map(len, schedule.cascades.values())) < len({*config.windows}):
+            shared.append(array("i", bytes(4 * batch)))  # layers with this window have no groups
+        for ends in shared:
+            own = [entry.start + 1 - end for entry, end in zip(entries, ends, strict=False)]
+            total, longest = sum(own), max(own)
+            few_each = total <= most * len(own)
+            if longest > most and not (
+                tiles >= MANY_TILES and few_each and longest * SHARES <= total * model.kv_heads
+            ):
+                return False
+        return True
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
@@ -400,7 +436,7 @@ class Runner:
         missing = tokens < 0
         known = self.known.view(-1).index_select(0, torch.where(missing, ~tokens, 0))
         table = self.block_table.index_select(0, rows)
-        step = StepInput(torch.where(missing, known, tokens), starts, table, None, 1)
+        step = StepInput(torch.where(missing, known, tokens), starts, table, None, 1, short=form.short)
         # A view may begin at an unaligned address, for which Triton would compile the kernels again. A clone
         # is always aligned.
         if form.width > 1:

@@ -82,6 +82,14 @@ def test_answers_part_at_ties_or_not():
     assert results["failed"]["parted"] == {}
 
 
+def test_answers_that_follow_from_the_last_token_are_noted():
+    """Equal ones then say nothing about attention to the tokens before."""
+    greedy = {"alone": [answer([1, 2]), answer([3, 4])], "shared": [answer([1, 2]), answer([3, 5])]}
+    results = {"one": {"greedy": greedy}, "failed": {"greedy": {}}}
+    beside_vllm.compare({"results": results})
+    assert (results["one"]["blind_answers"], results["failed"]["blind_answers"]) == (0.5, 0)
+
+
 def test_an_engine_that_fails_is_noted(tmp_path, monkeypatch):
     file = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["beside_vllm", "--contestants", "flashtile", "--json", str(file)])

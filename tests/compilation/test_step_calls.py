@@ -70,11 +70,15 @@ def test_a_decoding_step_of_any_batch_needs_listed_kernels(monkeypatch):
     config = parse_config(SMALL | heads | {"intermediate_size": 256, "torch_dtype": "bfloat16"})
     # So long sequences are divided into parts, and how many of them depends on the batch.
     limits = step_calls.Limits(4096, max_num_seqs=12, max_num_batched_tokens=14)
+    monkeypatch.setattr(step_calls, "SHORT_TILES", 10)
     listed = kernels(step_calls.step_calls(config, limits))
 
-    def steps(limits, windows, drafts):
-        batches = range(1, limits.max_num_seqs + 1)
-        return (step_calls._step(limits, windows, batch, batch, 1) for batch in batches)
+    def steps(limits, windows, drafts, kv_heads):
+        for batch in range(1, limits.max_num_seqs + 1):
+            step = step_calls._step(limits, windows, batch, batch, 1)
+            yield step
+            if batch * kv_heads >= step_calls.SHORT_TILES:
+                yield step._replace(short=True)
 
     monkeypatch.setattr(step_calls, "_steps", steps)
     assert kernels(step_calls.step_calls(config, limits)) <= listed

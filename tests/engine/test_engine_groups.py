@@ -390,6 +390,53 @@ def test_answers_in_groups_are_those_without(name, captured, monkeypatch):
         assert not any(form.levels for form in plain.engine.runner.graphs)
 
 
+def test_few_own_keys_are_read_by_one_program(monkeypatch):
+    """In graphs. Keys that a group shares do not count."""
+    llm, plain = with_groups(monkeypatch, "llama3", {}, captured=True)
+    monkeypatch.setattr(runner, "SHORT_BYTES", 4 * llm.model_config.head_dim * 9)  # 9 keys and values
+    monkeypatch.setattr(runner, "SHORT_TILES", 4 * llm.model_config.num_kv_heads)
+    calls: list[tuple[int, int]] = []  # (most own keys, num_splits)
+
+    def noting(attend):
+        def noted(*tensors, cache_seqlens, num_splits=0, **options):
+            own = cache_seqlens - options.get("cache_leftpad", 0)
+            calls.append((int(own.max()), num_splits))
+            return attend(*tensors, cache_seqlens=cache_seqlens, num_splits=num_splits, **options)
+
+        return noted
+
+    for name in ("cascade_with_kvcache", "flash_attn_with_kvcache"):
+        monkeypatch.setattr(model, name, noting(getattr(model, name)))
+    long, little = NESTED[0], NESTED[-1]  # 20 of 22 tokens are whole blocks; 3 tokens are none
+    for engine, prompt, answers, short in (
+        (llm, long, 4, {True, False}), (plain, long, 4, {False}), (plain, little, 4, {True, False}),
+        (llm, long, 1, {False}), (llm, little, 1, {True, False}),
+    ):  # fmt: skip
+        calls.clear()
+        engine.generate([prompt], SamplingParams(n=answers, seed=0, max_tokens=LENGTH))
+        assert {count == 1 for _, count in calls} == short
+        in_graphs = calls[llm.model_config.num_layers :]  # without the prompt's step
+        assert all((count == 1) == (own <= 9) for own, count in in_graphs)
+
+
+@pytest.mark.parametrize(
+    ("own", "short"),
+    [
+        ([512] * 256, True), ([513] * 256, False), ([512] * 24, True), ([20] * 23, False),
+        ([20, 560] * 112, True), ([20, 560] * 48, False), ([20, 560] * 56, False),
+        ([250] * 222 + [1700], True), ([250] * 222 + [1800], False),
+        ([1156] * 64, False), ([1156] * 256, False),
+    ],
+    ids=lambda one: f"{len(one)} of {min(one)} to {max(one)}" if isinstance(one, list) else None,
+)  # fmt: skip
+def test_which_steps_are_short(own, short):
+    """With 8 key heads of 128: no sequence has many keys, or few in the mean and none more than a share."""
+    config = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, windows=(-1,))
+    one = SimpleNamespace(model=SimpleNamespace(kv_heads=8, invariant=False, config=config))
+    schedule = SimpleNamespace(entries=[SimpleNamespace(start=keys - 1) for keys in own], cascades={})
+    assert runner.Runner._is_short(one, schedule, len(own)) is short  # type: ignore[arg-type]
+
+
 def test_the_layers_of_a_step_share_tables_that_no_other_step_has(monkeypatch):
     """A captured graph fills a table in its first layer, from the lengths of each replay."""
     llm, _ = with_groups(monkeypatch, "gemma2", {"window": 64}, captured=True)

@@ -256,3 +256,22 @@ def test_calls_of_steps_are_found_without_computing_them(drafts, world):
     # Those of a checkpoint are contiguous, also if they are divided.
     assert all(one.stride == (one.shape[1], 1) for one in weights)
     assert min(one.shape[1] for one in weights) == 64 // world
+
+
+@pytest.mark.parametrize("change", [{}, {"captured": False}, {"invariant": True}, {"grouped": True}])
+def test_calls_of_steps_with_few_own_keys_are_found(change):
+    """One program for a sequence and key head, where a graph may have it."""
+    pytest.importorskip("triton")
+    config = parse_config(
+        {
+            "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 16,
+        }
+    )  # fmt: skip
+    limits = Limits(4096, max_num_seqs=24, max_num_batched_tokens=32, block_size=16, num_blocks=16, **change)
+    calls = [dict(call.arguments) for call in step_calls(config, limits) if isinstance(call, Call)]
+    attends = [one for one in calls if "q" in one and "k_cache" in one and not one.get("partial")]
+    short = {one["q"].shape[0] for one in attends if one.get("num_splits") == 1 and not one.get("invariant")}
+    assert short == ({16, 24} if change.keys() <= {"grouped"} else set())
+    prior = {one["q"].shape[0] for one in attends if one.get("num_splits") == 1 and "prior_out" in one}
+    assert prior == ({16, 24} if "grouped" in change else set())

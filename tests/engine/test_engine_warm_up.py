@@ -147,6 +147,9 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
         patch.setattr(groups, "MIN_SAVED_BYTES", 1)
         for module in (groups, runner, step_calls):
             patch.setattr(module, "MAX_NEW_TOKENS", 8)
+        patch.setattr(runner, "SHORT_BYTES", 2**12)  # 8 keys of 128, 16 of 64
+        for module in (runner, step_calls):
+            patch.setattr(module, "SHORT_TILES", 4)
         forms, form_of = list[runner.Form](), llm.engine.runner._form
         patch.setattr(llm.engine.runner, "_form", functools.partial(noted, forms, form_of))
         used = as_on_a_gpu(llm, patch)
@@ -155,6 +158,7 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     assert {key[0] for key in used} == {"sample_kernel", *["grouped_kernel"] * has_experts}
     listed = calls_of_all(_steps_of(llm.engine.runner, name in GROUPED))
     assert (llm.get_metrics().kv_reads_saved > 0) == (name in GROUPED)
+    assert {form.short for form in forms} == ({False} if name == "invariant" else {False, True})
     levels = {len(form.levels) for form in forms}
     assert any(form.few is not None for form in forms) == (name in GROUPED)
     assert levels == {"groups": {0, 1}, "windows": {0, 1, 2}}.get(name, {0})

@@ -102,6 +102,13 @@ def test_short_work_tiles_without_lse(page_size: int, head_dim: int) -> None:
     assert_same_bits(out, expected)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_program_each_for_many_sequences(head_dim: int) -> None:
+    """In smaller tiles, because not all of 1,200 programs run at once."""
+    (q, *caches), arguments = paged([1 + i % 130 for i in range(300)], (8, 4), head_dim, page_size=16)
+    testing.check(q, *caches, num_splits=1, backend="portable", **arguments)
+
+
 def test_a_cache_that_grows_beyond_short_work_tiles() -> None:
     q = torch.randn(2, 1, 8, 64, device="cuda", dtype=BF16)
     caches = torch.randn(2, 2, 1000, 2, 64, device="cuda", dtype=BF16)

@@ -37,7 +37,7 @@ from flashtile.hardware.linear_table import (
 )
 from flashtile.io_model import find_card
 from flashtile.linear import linear
-from flashtile.problems.linear import QKV, SWIGLU, LinearOptions, LinearProblem, LinearTensors
+from flashtile.problems.linear import QKV, SWIGLU, Heads, LinearOptions, LinearProblem, LinearTensors
 from flashtile.tools.inspection.report import architecture
 from targets import INTERPRETING
 
@@ -179,6 +179,27 @@ def test_a_tile_of_a_larger_shape_is_split_until_multiprocessors_have_work(N, K)
     config = choose(one)
     assert config.kind == FLAT
     assert tiles_of(one, config) * config.splits > H200.multiprocessors // 2
+
+
+def test_few_outputs_of_many_rows_have_smaller_tiles_instead_of_eight_parts():
+    one = replace(problem(64, next_norm=True), N=1024, K=2048)
+    small, h100 = LinearConfig(FLAT, 64, 16, 256, 4, 4, splits=2, ahead=4), Target("H100", (9, 0), 132)
+    assert choose(one) == choose(replace(one, M=33)) == choose(replace(one, device=h100)) == small
+    for other in (
+        replace(one, M=32), replace(one, N=2048), replace(one, weight_dtype=torch.float8_e4m3fn),
+        replace(one, device=Target("A100", (8, 0), 108)),
+    ):  # fmt: skip
+        assert choose(other).BLOCK_N > small.BLOCK_N
+
+
+def test_many_rows_normalise_heads_after_torchs_product():
+    """But it would convert an FP8 weight at every call."""
+    heads = Heads(16, 8, 128, 128, False, 4096, 16, 1024, 0, norm=True)
+    one = replace(problem(32, x_scale=True), N=4096, K=1024, epilogue=QKV, heads=heads)
+    few, many = choose(one), choose(replace(one, M=33))
+    in_e4m3 = choose(replace(one, M=64, weight_dtype=torch.float8_e4m3fn, scales="channel"))
+    assert (few.kind, many.kind, in_e4m3.kind) == (FLAT, LIBRARY, FLAT)
+    assert choose(replace(one, M=64, heads=replace(heads, norm=False))).kind == FLAT
 
 
 def test_splits_of_another_shape_make_no_second_round():

@@ -64,6 +64,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 if config.kind == kind:
                     waves = " whole waves" * config.whole_waves
                     yield _case(f"profiled{waves} {problem.M} rows", problem, config)
+    if arch == HOPPER:
+        narrow = replace(everything(split)["before norm"], N=1024, K=2048)
+        yield _case("few outputs 64 rows", narrow, default(narrow, FLAT))
     ended = everything(few)["norm qkv"]
     library = cases_of(ended.device, partial(LibraryLaunch(ended), *_inputs(ended)))
     for name, case in zip(("linear norm", "linear epilogue qkv"), library, strict=True):

@@ -17,6 +17,7 @@ import triton.language as tl
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build, check_mass_of_nan
+from flashtile.backends.common.device import Target
 from flashtile.backends.common.tiles import decode_bits, encode_bits
 from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode import mass as mass_kernel
@@ -25,9 +26,11 @@ from flashtile.backends.portable.decode.mass import MassVariant
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, stream_k_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
+from flashtile.hardware.cards import CARDS
 from flashtile.problems.decode import FP8, CombineProblem, CopyProblem, CopyTensors
 from flashtile.problems.masking import KernelMask
 from flashtile.testing import decode as testing
+from flashtile.tools.inspection.decode import PAGED
 
 share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
 
@@ -181,6 +184,21 @@ def test_which_work_tiles_are_left_whole(keys, sequences, even, stream_k):
     ones where a last round of programs keeps the card busy."""
     chosen = config.row("hopper", 2, config.NARROW, 128)
     assert chosen.takes_stream_k(1, 8 * sequences, 132, 512 * keys, even) is stream_k
+
+
+def test_one_program_each_has_smaller_tiles_where_not_all_run_at_once():
+    """On an H200, with 8 key heads. Invariant results have one tile, whatever the batch is."""
+    h200, a100 = Target.of_card(CARDS["h200"]), Target("A100", (8, 0), 108)
+    one = replace(PAGED, device=h200, batch=67, num_splits=1)  # 536 programs, of which 528 run at a time
+    small, usual = (32, 4, 3), (64, 4, 3)
+    for problem, tile in (
+        (one, small), (replace(one, batch=66), usual), (replace(one, num_splits=0), usual),
+        (replace(one, num_splits=2), usual), (replace(one, invariant=True), usual),
+        (replace(one, head_dim=64, head_dim_v=64), (64, 4, 3)), (replace(one, seqlen_q=8), (64, 8, 3)),
+        (replace(one, cache_dtype=FP8), (64, 4, 4)), (replace(one, device=a100), usual),
+    ):  # fmt: skip
+        chosen = config.choose(problem).tile
+        assert (chosen.BLOCK_N, chosen.num_warps, chosen.num_stages) == tile, problem
 
 
 class Sequences(NamedTuple):

@@ -390,8 +390,9 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         same = replace(_GROUPED_CAUSAL if windowed else GROUPED, head_dim=block_d, head_dim_v=block_dv)
         measured = measured_costs((block_d, block_dv), config) is not None
         configs = alternatives(config) if measured else (config,)
-        # Of three lengths, one has a partial first block of query rows, and one has not.
-        for more, length, other in product((64, 128, 0) if windowed else (0,), LENGTHS, configs):
+        # Of three lengths, one fills its blocks of three warpgroups, so that its first one is not partial.
+        lengths_more = (0, 64, 128) if windowed and config.warpgroups == 3 else (0,)
+        for more, length, other in product(lengths_more, LENGTHS, configs):
             plain = replace(same, seqlen_q=length + more, seqlen_k=length + more)
             if of_tables(plain) != config or (more and other != config):
                 continue

@@ -42,7 +42,7 @@ from flashtile.backends.hopper.forward.config import (
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forward_variant
-from flashtile.backends.hopper.forward.rounds import costs_of, plan_of
+from flashtile.backends.hopper.forward.rounds import measured_costs, plan_of
 from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.backends.portable import fits
 from flashtile.backends.portable.attention.launch import (
@@ -388,10 +388,11 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     seen: set[ForwardVariant] = set()
     for block_d, block_dv, windowed, _, config in every_row():
         same = replace(_GROUPED_CAUSAL if windowed else GROUPED, head_dim=block_d, head_dim_v=block_dv)
-        measured = costs_of((block_d, block_dv), config) is not None
+        measured = measured_costs((block_d, block_dv), config) is not None
         configs = alternatives(config) if measured else (config,)
-        # Of three lengths, one has a partial first block of query rows, and one has not.
-        for more, length, other in product((64, 128, 0) if windowed else (0,), LENGTHS, configs):
+        # Of three lengths, one fills its blocks of three warpgroups, so that its first one is not partial.
+        lengths_more = (0, 64, 128) if windowed and config.warpgroups == 3 else (0,)
+        for more, length, other in product(lengths_more, LENGTHS, configs):
             plain = replace(same, seqlen_q=length + more, seqlen_k=length + more)
             if of_tables(plain) != config or (more and other != config):
                 continue

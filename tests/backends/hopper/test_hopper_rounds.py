@@ -41,8 +41,8 @@ from flashtile.backends.hopper.forward.rounds import (
     ENOUGH_ROUNDS,
     SINGLE_MISSES,
     LaunchWork,
-    costs_of,
     keys_are_few,
+    measured_costs,
     microseconds,
     pack_of,
     plan_of,
@@ -83,7 +83,7 @@ def of_workload(workload: Workload) -> Problem:
 
 
 def work_of(problem: Problem, config: ForwardConfig) -> LaunchWork:
-    costs = costs_of(tile_columns(problem), config)
+    costs = measured_costs(tile_columns(problem), config)
     assert costs is not None
     return work_of_launch(problem, plan_of(problem, config), costs)
 

@@ -20,8 +20,8 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.forward.rounds import (
     Costs,
     blocks_stand_alone,
-    costs_of,
     fastest,
+    measured_costs,
     programs_overlap,
 )
 from flashtile.problems.attention import Problem
@@ -439,7 +439,7 @@ def choose(problem: Problem) -> ForwardConfig:
     def costs(other: ForwardConfig) -> Costs | None:
         if other == _M64_N128_SHARED and not programs_overlap(problem, other):
             return None
-        return costs_of(sizes, other)
+        return measured_costs(sizes, other)
 
     return fastest(problem, alternatives(config), costs)
 

@@ -27,7 +27,7 @@ from flashtile.backends.hopper.forward.rounds import (
     ENOUGH_ROUNDS,
     LAUNCH,
     blocks_of_rows,
-    costs_of,
+    measured_costs,
     microseconds,
     plan_of,
     work_of_launch,
@@ -85,7 +85,7 @@ def divided(problem: Problem, config: ForwardConfig) -> DividedConfig | None:
     decode = choose_decode(over_cache(problem))
     widths = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     tile = decode.tile
-    own = costs_of(widths, config)
+    own = measured_costs(widths, config)
     costs = COSTS.get((*widths, decode.warpgroups, tile.BLOCK_N, 1))
     if own is None or costs is None:
         return None

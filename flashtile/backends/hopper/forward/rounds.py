@@ -95,7 +95,7 @@ TILES_TO_SHARE = 2, 3
 """Least and most work tiles of a program of one warpgroup that shares its multiprocessor."""
 
 
-def costs_of(columns: tuple[int, int], config: ForwardConfig) -> Costs | None:
+def measured_costs(columns: tuple[int, int], config: ForwardConfig) -> Costs | None:
     """Return the costs of a configuration for tiles of ``columns`` of (q and k, v); None if not measured."""
     return COSTS.get((*columns, config.warpgroups, config.BLOCK_N, config.PROGRAMS))
 

@@ -250,11 +250,12 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 def _tangents_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     """Yield the cases of the forward kernel in forward mode."""
-    sizes = product((("bf16", 2), ("fp32", 4)), HEAD_DIMS, ("full", "causal", "features"))
-    for (dtype, element_bytes), head_dim, variant in sizes:
+    variants = {name: _VARIANTS[name] for name in ("full", "causal", "features")}
+    variants["packed"] = replace(PLAIN, window_right=0, varlen=True)
+    for (dtype, element_bytes), head_dim, variant in product((("bf16", 2), ("fp32", 4)), HEAD_DIMS, variants):
         if not has_tangents(element_bytes, head_dim):
             continue
-        problem = _sized(_VARIANTS[variant], dtype, head_dim)
+        problem = _sized(variants[variant], dtype, head_dim)
         with compiling_for(capability):
             config = choose_tangents(problem)
         q, k, v, extras = inputs_of(problem)

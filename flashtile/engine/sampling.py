@@ -9,6 +9,9 @@ without filters, and mostly two or three times with them::
                       draw_from           the best two of them, with noise
                       weights_from        is one of the two kept? If not, draw again among better scores
 
+If random scores show that top-k or top-p keeps more than a 20th of the row, it is read only twice, by
+:func:`draw_many`. If it finds no winner, the steps above follow.
+
 A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
 than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
 about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
@@ -21,10 +24,10 @@ score of each lane, to four standard deviations. If the bound was too high, a dr
 Sums have a fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw
 does not depend on the batch.
 
-On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 53 us, and filters 7 to 33 us more. It takes
-longer if top-p keeps tens of thousands of tokens of a flat row (91 us), with top-k of 5,000 (88 to 300 us),
-and with rows of all kinds in one batch (77 to 185 us). The last two are from before :func:`estimate` had a
-number for the bound of a large top-k, which was NaN.
+On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 49 us, and filters 7 to 35 us more if few
+tokens are kept. An earlier form of :func:`draw_many` took 53 us more than greedy rows under top-p of 0.5 to
+0.99, if the rows were flat. The steps above took 88 to 147. All programs run at once, so the slowest of the
+256 rows is the time of all.
 """
 
 from dataclasses import dataclass
@@ -219,6 +222,47 @@ def largest_threshold(tile, row, vocab_size, listed, lowest, wanted, by_mass, di
         one, two, three = tl.reduce(sums, 0, add_three)
         steps = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32)
         threshold += unit * (steps + (three >= wanted).to(tl.uint32))
+    return score_of(threshold)
+
+
+@triton.jit
+def random_scores(row, C: tl.constexpr):
+    """Return (a random score of each lane [BLOCK], which share of the row's scores these are)."""
+    lane = tl.arange(0, C.BLOCK)
+    tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
+    chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
+    count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
+    return load_scores(row, chosen, C), count.to(tl.float32) / row.vocab_size.to(tl.float32)
+
+
+@triton.jit
+def fits(weight, key, largest, below, variance, by_mass):
+    """Return 1 if ``weight``, of the random scores below a key, is at most ``below`` with a margin, else 0.
+
+    The margin is four standard deviations. No weight in the sum is more than that of the key, so its variance
+    is at most the product of that and ``below``, which itself has a ``variance``.
+    """
+    margin = 4 * tl.sqrt(below * tl.exp(score_of(key) - largest) + variance)
+    return (weight + tl.where(by_mass, margin, 0.0) <= below).to(tl.uint32)
+
+
+@triton.jit
+def bound_of(random, largest, below, variance, by_mass):
+    """Return the largest score below which random scores weigh at most ``below`` (:func:`fits`), or -inf.
+
+    It is rounded down to 16 bits, found two at a time.
+    """
+    threshold, any_score = tl.full([], 0, tl.uint32), tl.full([], -float("inf"), tl.float32)
+    weights, keys = weights_of(random, any_score, largest, by_mass), key_of(random)
+    for digit in range(8):
+        unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
+        one, two, three = threshold + unit, threshold + unit * 2, threshold + unit * 3
+        below_one = tl.where(keys < one, weights, 0.0)
+        below_two, below_three = tl.where(keys < two, weights, 0.0), tl.where(keys < three, weights, 0.0)
+        below_one, below_two, below_three = tl.reduce((below_one, below_two, below_three), 0, add_three)
+        steps = fits(below_one, one, largest, below, variance, by_mass)
+        steps += fits(below_two, two, largest, below, variance, by_mass)
+        threshold += unit * (steps + fits(below_three, three, largest, below, variance, by_mass))
     return score_of(threshold)
 
 
@@ -448,6 +492,12 @@ def weight_of(scores, lowest, row, by_mass):
 
 
 @triton.jit
+def with_margin(number):
+    """Return a number of random scores and four standard deviations and four: (sqrt(n) + 2)^2."""
+    return number + 4 * tl.sqrt(number) + 4
+
+
+@triton.jit
 def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
     """Return (a bound that all kept scores probably reach, whether too many scores reach it for a list).
 
@@ -464,20 +514,11 @@ def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
     if (lower == any_score) | (weight_of(best, lower, row, False) > C.BLOCK // 2):
         # By mass, the weight below the threshold is estimated among random scores, because a few large
         # weights dominate the sum above it.
-        lane = tl.arange(0, C.BLOCK)
-        tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
-        chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
-        random = load_scores(row, chosen, C)
-        count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
-        share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
-        below = total * (1 - top_p) * share
-        above, unit = wanted * share, tl.full([], 1.0, tl.float32)
-        if by_mass:
-            above = weight_of(random, any_score, row, True) - below
-            found = largest_threshold(random, row, none, empty, any_score, above, True, 8, C)
-            unit = tl.exp(found - row.largest)
-        margin = 4 * tl.sqrt(tl.where(by_mass, below * unit, above)) + 4 * unit
-        least = largest_threshold(random, row, none, empty, any_score, above + margin, by_mass, 8, C)
+        random, share = random_scores(row, C)
+        below, number = total * (1 - top_p) * share, weight_of(random, any_score, row, False)
+        least = bound_of(
+            random, row.largest, tl.where(by_mass, below, number - with_margin(wanted * share)), 0.0, by_mass
+        )  # fmt: skip
         lower = tl.maximum(lower, least)
         reached = weight_of(random, lower, row, False)
         are_many = reached + 4 * tl.sqrt(reached) > (C.LISTED - listed.count) * share
@@ -485,10 +526,11 @@ def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
 
 
 @triton.jit
-def append(listed, count, row, begin, marks, C: tl.constexpr):
-    """Append the scores whose bits in ``marks`` are set to a list. Return the new length of the list.
+def append(listed, count, begin, marks, C: tl.constexpr):
+    """Append the tokens whose bits in ``marks`` are set to a list. Return the new length of the list.
 
-    Bit i of a lane stands for its score in the i-th tile from column ``begin`` on.
+    Bit i of a lane stands for its token in the i-th tile from column ``begin`` on. The scores are not listed:
+    to read them here would be a wait for memory in each step.
     """
     # The number of set bits, in fields of 2, 4 and 8 bits, and in all.
     pairs = marks - ((marks >> 1) & 0x55555555)
@@ -499,12 +541,19 @@ def append(listed, count, row, begin, marks, C: tl.constexpr):
         lowest = marks & (0 - marks)
         tile = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         tokens = begin + tile * C.BLOCK + tl.arange(0, C.BLOCK)
-        writes = (marks > 0) & (at < C.LISTED)
-        logits = tl.load(row.logits + tokens, mask=marks > 0, other=0.0)
-        tl.store(listed.scores + at, logits.to(tl.float32) * row.scale, mask=writes)
-        tl.store(listed.tokens + at, tokens, mask=writes)
+        tl.store(listed.tokens + at, tokens, mask=(marks > 0) & (at < C.LISTED))
         marks, at = marks ^ lowest, at + 1
     return count + tl.sum(length, 0)
+
+
+@triton.jit
+def load_appended(row, listed, first, end, C: tl.constexpr):
+    """Return (scores, tokens) [BLOCK] of a list, whose scores are listed only up to ``listed.count``."""
+    at = first + tl.arange(0, C.BLOCK)
+    tokens = tl.load(listed.tokens + at, mask=at < end, other=0x7FFFFFFF)
+    known = tl.load(listed.scores + at, mask=at < listed.count, other=-float("inf"))
+    logits = tl.load(row.logits + tokens, mask=(at >= listed.count) & (at < end), other=-float("inf"))
+    return tl.where(at < listed.count, known, logits.to(tl.float32) * row.scale), tokens
 
 
 @triton.jit
@@ -520,8 +569,13 @@ def list_from(row, listed, lower, C: tl.constexpr):
         for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
             marks |= tl.where(load_scores(row, first, C) >= lower, bit, 0)
             bit <<= 1
-        count = append(listed, count, row, begin, marks, C)
-    tl.debug_barrier()  # other threads read the list
+        count = append(listed, count, begin, marks, C)
+    tl.debug_barrier()  # other threads read the tokens
+    end = tl.minimum(count, C.LISTED)
+    for first in range(listed.count, end, C.BLOCK):
+        at, (scores, _) = first + tl.arange(0, C.BLOCK), load_appended(row, listed, first, end, C)
+        tl.store(listed.scores + at, scores, mask=at < end)
+    tl.debug_barrier()  # other threads read the scores
     return count
 
 
@@ -590,7 +644,143 @@ def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
 
 
 @triton.jit
+def list_candidates(row, listed, lower, bound, base, C: tl.constexpr):
+    """Append the scores from ``lower`` on that noise may raise to ``bound``, as :func:`may_win` tells.
+
+    Return the length of the list, of which C.LISTED are in memory, and the row's and the list's total
+    probability relative to ``base``. Lanes wait for each other only after 32 tiles.
+    """
+    BLOCK: tl.constexpr = C.BLOCK
+    lane, count, total = tl.arange(0, C.BLOCK), listed.count, tl.zeros([BLOCK], tl.float32)
+    below = tl.maximum(lower - tl.abs(lower) * (1.0 / 4194304), LOWEST)
+    slope, exponent = 0.69314718056 / 8388608, base * LOG2E
+    least = bound - (32.001 + 127) * 0.69314718056
+    for first in range(0, listed.count, C.BLOCK):
+        total += tl.exp2(tl.fma(load_listed(listed, first, C), LOG2E, -exponent))
+    for begin in range(0, row.vocab_size, 32 * C.BLOCK):
+        marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
+        end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
+        for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
+            scores = load_scores(row, first, C)
+            total += tl.exp2(tl.fma(scores, LOG2E, -exponent))
+            logs = random_bits(lane, row.key ^ first).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+            lead = tl.minimum(scores - logs * slope - least, scores - below)
+            marks |= tl.where(lead >= 0, bit, 0)
+            bit <<= 1
+        count = append(listed, count, begin, marks, C)
+    tl.debug_barrier()  # other threads read the list
+    return count, tl.sum(total, 0)
+
+
+@triton.jit
+def best_of_two(noisy_a, score_a, token_a, noisy_b, score_b, token_b):
+    best = better(Best(noisy_a, score_a, token_a), Best(noisy_b, score_b, token_b))
+    return best.noisy, best.score, best.token
+
+
+@triton.jit
+def best_above(noisy, scores, tokens, score):
+    """Return the best of a tile among the scores above ``score``. If there is none, its score is -inf."""
+    noisy = tl.where(scores > score, noisy, -float("inf"))
+    found, best, token = tl.reduce((noisy, scores, tokens), 0, best_of_two)
+    return Best(found, tl.where(found > -float("inf"), best, -float("inf")), token)
+
+
+@triton.jit
+def add_five(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@triton.jit
+def add_weights(sums, scores, bounds, base, exponent):
+    """Add the weights of scores above four bounds, and from a fifth on."""
+    weights = tl.exp2(tl.fma(scores, base, -exponent))
+    return (
+        sums[0] + tl.where(scores > bounds[0], weights, 0.0),
+        sums[1] + tl.where(scores > bounds[1], weights, 0.0),
+        sums[2] + tl.where(scores > bounds[2], weights, 0.0),
+        sums[3] + tl.where(scores > bounds[3], weights, 0.0),
+        sums[4] + tl.where(scores >= bounds[4], weights, 0.0),
+    )
+
+
+@triton.jit
+def draw_many(row, adjusted, top_k, top_p, C: tl.constexpr):
+    """Draw in two passes if top-k or top-p keeps many tokens. Return (winner, whether it was found).
+
+    Random scores tell roughly which tokens are kept, and their total probability Z. Noise raises some
+    exp(4) = 55 of them above log Z - 4, which the first pass lists. The second sums the weights above four of
+    them: the best, and after each one the best of those with a larger score. The first of the four that is
+    kept is drawn, since those with a smaller score than one that is not kept are not kept either.
+    """
+    by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
+    winner, is_found = Best(any_score, any_score, tl.full([], 0x7FFFFFFF, tl.int32)), top_k < 0
+    random, share = random_scores(row, C)
+    base = tl.max(random, 0)
+    row = Row(row.logits, row.vocab_size, row.scale, base, row.greedy, row.key)
+    # A large weight by chance would make the estimate of the total too high, which costs a second draw. If
+    # they are cut, the total may be too low, which costs only some candidates more.
+    uncut = weight_of(random, any_score, row, True)
+    weights = tl.minimum(weights_of(random, any_score, base, True), uncut * (1.0 / 64))
+    total, squares, number = tl.reduce(
+        (weights, weights * weights, tl.where(random > -float("inf"), 1.0, 0.0)), 0, add_three
+    )
+    # Of a peaked row, most of the total was cut. It tells little, and mostly few tokens are kept. With more
+    # than 0.6 of it left, 4 standard deviations are less than ``below`` itself: 4 / sqrt(0.6 * 64) = 0.65.
+    # Larger scores are rounded so much that a candidate could be missed.
+    if (total > 0.6 * uncut) & (tl.abs(base) < 1024) & (row.greedy == 0):
+        below = tl.where(by_mass, total * (1 - top_p), number - with_margin(top_k.to(tl.float32) * share))
+        lower = bound_of(random, base, below, (1 - top_p) * (1 - top_p) * squares, by_mass)
+        # A list of a 20th of the row takes as long.
+        if weight_of(random, lower, row, False) > C.BLOCK // 20:
+            bound = base + tl.log(weight_of(random, lower, row, True) / share) - 4
+            count, every = list_candidates(row, adjusted, lower, bound, base, C)
+            # Also False for NaN, and if a score is infinite or far above the random ones.
+            if (count <= C.BLOCK) & (count <= C.LISTED) & (every < 1e30):
+                scores, tokens = load_appended(row, adjusted, 0, count, C)
+                noisy = scores + gumbel(random_bits(tokens, row.key))
+                noisy = tl.where((scores >= lower) & (noisy >= bound), noisy, -float("inf"))
+                a = best_above(noisy, scores, tokens, any_score)
+                b = best_above(noisy, scores, tokens, a.score)
+                c = best_above(noisy, scores, tokens, b.score)
+                d = best_above(noisy, scores, tokens, c.score)
+                BLOCK: tl.constexpr = C.BLOCK
+                nothing, unit = tl.zeros([BLOCK], tl.float32), tl.where(by_mass, LOG2E, 0.0)
+                sums = nothing, nothing, nothing, nothing, nothing
+                bounds = a.score, b.score, c.score, d.score, tl.maximum(lower, LOWEST)
+                for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+                    sums = add_weights(sums, load_scores(row, first, C), bounds, unit, base * unit)
+                for first in range(0, adjusted.count, C.BLOCK):
+                    sums = add_weights(sums, load_listed(adjusted, first, C), bounds, unit, base * unit)
+                above, above_b, above_c, above_d, reached = tl.reduce(sums, 0, add_five)
+                wanted = tl.where(by_mass, every * top_p, top_k.to(tl.float32))
+                winner = a
+                if (above < wanted) == 0:
+                    winner, above = b, above_b
+                if (above < wanted) == 0:
+                    winner, above = c, above_c
+                if (above < wanted) == 0:
+                    winner, above = d, above_d
+                is_found = (above < wanted) & (reached >= wanted) & (winner.score > -float("inf"))
+    return winner, is_found
+
+
+@triton.jit
 def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
+    """Return the winner among the scores that the filters keep."""
+    any_score = tl.full([], -float("inf"), tl.float32)
+    winner, is_found = Best(any_score, any_score, tl.full([], 0x7FFFFFFF, tl.int32)), top_k < 0
+    # Fewer of top-k are listed faster, whatever the scores are.
+    may_keep_many = tl.where(top_p < 1, top_k == 0, top_k > row.vocab_size // 32)
+    if may_keep_many & (min_p == 0) & (adjusted.count <= C.BLOCK // 2):
+        winner, is_found = draw_many(row, adjusted, top_k, top_p, C)
+    if is_found == 0:
+        winner = sample_in_steps(row, adjusted, top_k, top_p, min_p, C)
+    return winner
+
+
+@triton.jit
+def sample_in_steps(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
     """Return the winner among the scores that the filters keep."""
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
     filters, both = (top_k > 0) | (top_p < 1), (top_k > 0) & (top_p < 1)

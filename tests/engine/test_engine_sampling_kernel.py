@@ -138,7 +138,7 @@ def test_every_filter_keeps_what_a_sort_keeps(monkeypatch, names):
 @pytest.mark.parametrize("listed", [1024, 8192], ids=["drawn", "listed"])
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch, listed):
     with_small_tiles(monkeypatch, 256, listed)
-    monkeypatch.setitem(globals(), "FILTERS", [{"top_p": 0.5}])
+    monkeypatch.setitem(globals(), "FILTERS", [{"top_p": 0.5}, {"top_p": 0.5, "min_p": 1e-9}])
     check_filters("cpu", 12, 2000, ["misleading"])
 
 
@@ -146,7 +146,9 @@ def test_a_bound_that_is_too_high_is_noticed(monkeypatch, listed):
 @pytest.mark.parametrize("listed", [32, 512], ids=["drawn", "listed"])
 def test_the_second_best_is_drawn_if_the_best_is_not_kept(monkeypatch, listed):
     with_small_tiles(monkeypatch, 64, listed)
-    monkeypatch.setitem(globals(), "FILTERS", [{"top_k": 40}, {"top_p": 0.7}])  # with bounds far below them
+    given = [{"top_k": 40}, {"top_p": 0.7}]  # with bounds far below them
+    in_steps = [{**one, "min_p": 1e-9} for one in given]
+    monkeypatch.setitem(globals(), "FILTERS", given + in_steps)
     check_filters("cpu", 24, 200, ["flat"])
 
 
@@ -158,11 +160,13 @@ def test_a_list_without_room_is_replaced_by_a_search(monkeypatch):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("shape", "given", "is_listed"),
-    [("flat", {"top_k": 5}, True), ("flat", {"top_k": 300}, True), ("flat", {"top_k": 1500}, False),
-     ("flat", {"top_p": 0.9}, False), ("peaked", {"top_p": 0.9}, True)],
+    ("shape", "given", "way"),
+    [("flat", {"top_k": 5}, "listed"), ("flat", {"top_k": 300}, "in two passes"),
+     ("flat", {"top_k": 1500, "min_p": 1e-9}, "drawn"), ("flat", {"top_p": 0.9, "min_p": 1e-9}, "drawn"),
+     ("flat", {"top_k": 300, "min_p": 1e-9}, "listed"), ("flat", {"top_p": 0.9}, "in two passes"),
+     ("flat", {"top_p": 0.5}, "in two passes"), ("peaked", {"top_p": 0.9}, "listed")],
 )  # fmt: skip
-def test_only_lists_of_few_tokens_replace_the_row(monkeypatch, shape, given, is_listed):
+def test_the_number_of_kept_tokens_tells_the_way(monkeypatch, shape, given, way):
     from flashtile.engine import sampling
 
     drawn, listed, draw, fill = [], [], sampling.draw_from.fn, sampling.list_from.fn
@@ -173,7 +177,8 @@ def test_only_lists_of_few_tokens_replace_the_row(monkeypatch, shape, given, is_
     with_small_tiles(monkeypatch, 256, 1024)
     monkeypatch.setitem(globals(), "FILTERS", [given])
     check_filters("cpu", 2, 2000, [shape])
-    assert (len(listed), set(drawn)) == ((2, {0}) if is_listed else (0, {2000}))
+    ways = {"listed": (2, {0}), "drawn": (0, {2000}), "in two passes": (0, set())}
+    assert (len(listed), set(drawn)) == ways[way]
 
 
 @pytest.mark.gpu
@@ -308,7 +313,7 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.parametrize(
     ("filtered", "adjusted", "spills"),
     # Those of changed logits are offsets of a loop's first loads, moved once a row.
-    [(False, False, 0), (True, False, 4), (True, True, 36)],
+    [(False, False, 0), (True, False, 88), (True, True, 140)],
 )
 def test_the_kernel_compiles_within_its_limits(filtered, adjusted, spills):
     from flashtile.engine.sampling import options, sample_kernel, variant_of

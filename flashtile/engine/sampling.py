@@ -770,7 +770,7 @@ def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
     """Return the winner among the scores that the filters keep."""
     any_score = tl.full([], -float("inf"), tl.float32)
     winner, is_found = Best(any_score, any_score, tl.full([], 0x7FFFFFFF, tl.int32)), top_k < 0
-    # Fewer of top-k are listed faster, whatever the scores are.
+    # A top-k of fewer tokens is faster with a list of them.
     may_keep_many = tl.where(top_p < 1, top_k == 0, top_k > row.vocab_size // 32)
     if may_keep_many & (min_p == 0) & (adjusted.count <= C.BLOCK // 2):
         winner, is_found = draw_many(row, adjusted, top_k, top_p, C)

@@ -45,5 +45,11 @@ class MaxLogitsProblem:
         batch = rows.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         of_batch, of_head, of_row = (0, *rows.stride()) if varlen else rows.stride()
         return MaxLogitsProblem(
-            batch, *rows.shape[-2:], varlen, (of_batch, of_head, of_row), rows.dtype, rows.device
+            batch,
+            rows.shape[-2],
+            rows.shape[-1],
+            varlen,
+            (of_batch, of_head, of_row),
+            rows.dtype,
+            rows.device,
         )

@@ -415,9 +415,9 @@ class MassLaunch:
             # the first loads of a tile, which nothing overlaps, serve more products.
             tile = replace(tile, BLOCK_M=TALL // 2, BLOCK_N=2 * tile.BLOCK_N)
             # Whether the rows of a head fill a tile, and their scores are plain products.
-            own = problem.qv or problem.tree or problem.softcap or problem.alibi or problem.softmax_scale <= 0
-            own = own or problem.cache_dtype != problem.dtype
-            self._by_head = not own and problem.seqlen_q >= tile.BLOCK_M
+            scaled = problem.softcap != 0 or problem.alibi or problem.softmax_scale <= 0
+            plain = not (scaled or problem.qv or problem.tree) and problem.cache_dtype == problem.dtype
+            self._by_head = plain and problem.seqlen_q >= tile.BLOCK_M
             if self._by_head:
                 tile = replace(tile, num_stages=2)  # for two programs per multiprocessor
             self._config = replace(config, tile=tile)

@@ -33,13 +33,15 @@ BROUGHT = {
     "flashtile.problems",
     *(
         f"flashtile.problems.{name}"
-        for name in ("addresses", "attention", "common", "decode", "masking", "masks", "newest")
+        for name in (
+            "addresses", "attention", "common", "decode", "masking", "masks", "newest", "statistics",
+        )
     ),
 }  # fmt: skip
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""
 OPERATORS = {
     "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "decode_mass",
-    "forward", "forward_into", "tangents", "weights",
+    "forward", "forward_into", "max_logits", "tangents", "weights",
 }  # fmt: skip
 """Operators that exist after ``import flashtile``, for programs that torch.export has saved."""
 

@@ -10,11 +10,15 @@ gradient is dS = -dH P (log P + H). The part with H is a gradient of lse, -dH H.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashtile.op.operation import PLAIN_TYPES, Operation, is_dynamo_compiling, is_plain
+from flashtile.problems.statistics import MaxLogitsOptions, MaxLogitsProblem, MaxLogitsTensors
 
 
 def split(
@@ -40,6 +44,50 @@ def _over_rows(rows: Tensor, offsets: Tensor | None) -> Tensor:
 
     ``rows`` is (batch, heads, seqlen_q), or (heads, total_q) with the ``offsets`` of packed sequences.
     """
+    # Transforms, fake tensors and subclasses have their own rules for torch's operations.
+    compiled = is_dynamo_compiling() and type(rows) in PLAIN_TYPES
+    if compiled or is_plain((rows,), (offsets,)):
+        return MAX_LOGITS((rows,), MaxLogitsTensors(offsets), MaxLogitsOptions())
+    return _by_torch(rows, offsets)
+
+
+class _MaxLogits(Operation):
+    """The reduction of the rows' largest scores to those of sequences and heads."""
+
+    def prepare(self, tensors: tuple, optional: Any, options: Any) -> Callable[..., Any]:
+        """Return a launch: operations of torch where no backend has a kernel, as on the CPU."""
+        with contextlib.suppress(NotImplementedError):
+            return super().prepare(tensors, optional, options)
+        return lambda rows, optional: _by_torch(rows, optional.cu_seqlens_q)
+
+
+def _check(rows: Tensor, tensors: MaxLogitsTensors, options: MaxLogitsOptions) -> None:
+    """Check the dimensions of ``rows``, which are a result of a call that has been checked."""
+    expected = 3 if tensors.cu_seqlens_q is None else 2
+    if rows.dim() != expected:
+        raise ValueError(f"rows must have {expected} dimensions, got shape {tuple(rows.shape)}")
+
+
+def _fake(rows: Tensor, tensors: MaxLogitsTensors, options: MaxLogitsOptions) -> Tensor:
+    problem = MaxLogitsProblem.from_tensors(rows, tensors, options)
+    return rows.new_empty(problem.batch, problem.num_heads)
+
+
+MAX_LOGITS = _MaxLogits(
+    "max_logits",
+    tensors=("rows",),
+    optional=MaxLogitsTensors(),
+    options=MaxLogitsOptions,
+    results=1,
+    check=_check,
+    describe=MaxLogitsProblem.from_tensors,
+    fake=_fake,
+    part="statistics",
+)
+
+
+def _by_torch(rows: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return the results of :func:`_over_rows` by operations of torch."""
     if offsets is None:
         return rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     heads, total = rows.shape

@@ -141,6 +141,28 @@ def test_transforms_and_compilation() -> None:
     torch.testing.assert_close(tangent, (leaf.grad * direction).sum())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_are_reduced_by_one_operator_of_a_graph(packed: bool) -> None:
+    """It is one kernel on a GPU. Operations of torch take five for packed sequences, with atomics."""
+    q, k, v = torch.randn(3, 12, 4, 16)
+    offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+
+    def largest() -> Tensor:
+        if not packed:
+            return flashtile.attention(q[None], k[None], v[None], return_max_logits=True)[1]
+        return flashtile.flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, return_max_logits=True)[1]
+
+    targets: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        targets.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    assert torch.equal(torch.compile(largest, backend=backend, fullgraph=True)(), largest())
+    operators = [target for target in targets if target.startswith("flashtile.")]
+    assert operators == ["flashtile.forward.default", "flashtile.max_logits.default"]
+
+
 def test_long_rows_lose_no_digits(target: Target) -> None:
     """Large scores are far from the entropy, of which they are no part."""
     case = Case(name="long", seqlen_q=9, seqlen_k=700, heads_q=2, heads_kv=1, head_dim=16, softmax_scale=9.0)

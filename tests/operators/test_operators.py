@@ -116,6 +116,13 @@ def test_opcheck_backward(name, given, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_max_logits(device):
+    offsets = varlen(device)[1]["cu_seqlens_q"]
+    for rows, given in ((torch.randn(2, 3, 5), None), (torch.randn(3, 30), offsets)):
+        torch.library.opcheck(torch.ops.flashtile.max_logits.default, (rows.to(device), given, None))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["dense", "varlen"])
 def test_opcheck_tangents(name, device):
     q, k, v, *others = operator_calls(device)[name]

@@ -82,7 +82,10 @@ attention itself: 268 MB, or 70 us, for 32,768 tokens of 32 heads of 128."""
 
 
 class Unwritten(NamedTuple):
-    """Results of a launch. Rows after the last sequence, which no work tile writes, get 0, and lse -inf."""
+    """Results of a launch. Rows after the last sequence, which no work tile writes, get 0, and lse -inf.
+
+    Statistics that follow lse in memory (``problems.attention.new_lse``) count as further heads of it.
+    """
 
     first: Any = None
     """Results whose rows are those of the work tiles: out, or dk and dv. None for each that a call lacks."""
@@ -91,7 +94,7 @@ class Unwritten(NamedTuple):
     """A result with the rows of the other side: dq. Work tiles are blocks of keys, so the rows of a sequence
     without keys get 0 as well."""
     lse: Any = None
-    """(heads, total), fp32."""
+    """(heads, total), fp32. After it come the heads of the largest scores and the entropies, if there are."""
 
 
 class UnwrittenSizes(NamedTuple):
@@ -101,6 +104,9 @@ class UnwrittenSizes(NamedTuple):
     second: Any = 0
     others: Any = 0
     heads: Any = 0
+    """Heads that get -inf: those of lse and of the largest scores."""
+    entropies: Any = 0
+    """Heads of the entropy, which get 0."""
 
 
 @triton.jit
@@ -176,6 +182,9 @@ def fill_unwritten(
             of_head = lse + rows
             for _ in range(sizes.heads):
                 tl.store(of_head, tl.full([CHUNK], float("-inf"), tl.float32), mask=rows < total_q)
+                of_head += total_q
+            for _ in range(sizes.entropies):
+                tl.store(of_head, tl.zeros([CHUNK], tl.float32), mask=rows < total_q)
                 of_head += total_q
 
 

@@ -60,11 +60,13 @@ from flashtile.backends.portable.config import (
     row_for,
     row_with_functions,
 )
+from flashtile.backends.portable.statistics.kernel import MaxLogitsLaunch
 from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.engine import all_reduce
 from flashtile.problems.attention import NO_EXTRAS, ModifiedExtras, OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masks import LISTS, Mods
+from flashtile.problems.statistics import MaxLogitsOptions, MaxLogitsProblem, MaxLogitsTensors
 from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, words
 from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
@@ -79,6 +81,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     yield from _tangents_cases(capability)
     for form, top in (("full", 0), ("columns", 0), ("top", 8), ("top", 128)):
         yield from _weights_cases(capability, form, top)
+    yield from _max_logits_cases(capability)
     if arch == HOPPER:
         yield from hopper_forward_cases()
         yield from hopper_backward_cases()
@@ -283,6 +286,16 @@ def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator
     problem = _with_form(WITH_MODS, form, top)
     config = row_with_functions(problem, family, 2, 64)
     yield case_of(_weights_launch(capability, problem, config), f"modified weights bf16 head_dim 64 {name}")
+
+
+def _max_logits_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the kernel that reduces the rows' largest scores, of a batch and of packed sequences."""
+    of_batch, packed = meta(2, 8, 4096), meta(8, 8192)
+    offsets = MaxLogitsTensors(meta(3, dtype=torch.int32))
+    for name, rows, given in (("of a batch", of_batch, MaxLogitsTensors()), ("packed", packed, offsets)):
+        launch = MaxLogitsLaunch(MaxLogitsProblem.from_tensors(rows, given, MaxLogitsOptions()))
+        (launched,) = launches_of(capability, partial(launch, rows, given))
+        yield case_of(launched, f"largest scores {name}", tensor_cores=False)
 
 
 def _weights_launch(capability: tuple[int, int], problem: WeightsProblem, forward: Config) -> Launched:

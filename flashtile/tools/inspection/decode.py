@@ -103,6 +103,15 @@ _MASS_VARIANTS: dict[str, dict[str, Any]] = {
     "e4m3": {"cache_dtype": FP8, "descale": "block"},
     "features": _FEATURES,
     "many rows": {"seqlen_q": 64, "total_q": 512, "window_right": 0},
+    "many rows, features": {"seqlen_q": 64, "total_q": 512, "window_right": 0, "softcap": 1.0},
+    "many rows, packed, window": {
+        "seqlen_q": 64,
+        "total_q": 512,
+        "window_left": 1024,
+        "window_right": 0,
+        "varlen": True,
+        "leftpad": True,
+    },
 }
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 

@@ -193,6 +193,24 @@ def test_statistics(name: str) -> None:
     check(case, gradients=False, return_max_logits=True, return_entropy=True)
 
 
+def test_statistics_of_packed_sequences_need_no_fill_of_whole_results() -> None:
+    """The kernel that fills the tile table writes the rows after the last sequence, also of statistics."""
+    case = replace(SMALL, lengths=((70, 90), (0, 5), (1, 0)), unused_tail=300, slack=300, name="tail")
+    with mock.patch.object(Outputs, "cleared", side_effect=AssertionError):
+        check(case, gradients=False, return_max_logits=True, return_entropy=True)
+    inputs = case.inputs("cpu")
+    for options in ({"return_max_logits": True}, {"return_entropy": True}):
+        with interpreted(0), testing.poisoned_memory():
+            *_, lse, found = flashtile.flash_attn_varlen_func(
+                *inputs.qkv, **inputs.arguments, backend="hopper", return_lse=True, **options
+            )
+        assert lse[:, 71:].eq(-torch.inf).all()
+        if "return_entropy" in options:
+            assert found[:, 71:].eq(0).all()
+        else:
+            assert found.isfinite().tolist() == [[True] * 2, [False] * 2, [False] * 2]
+
+
 def test_statistics_beside_a_large_sink() -> None:
     """A sink above all scores is the maximum that the softmax subtracts, and no score."""
     case = replace(SMALL, seqlen_q=20, name="statistics beside a large sink")

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+import decode_cases
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build, check_mass_of_nan
@@ -82,6 +83,81 @@ def test_mass_of_many_rows_has_wide_tiles_of_keys(name, monkeypatch):
     tensors, arguments = build(BY_NAME[name], FP32, "cpu")
     mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
     testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+HEAD_BY_HEAD: dict[str, tuple[bool, dict[str, Any]]] = {
+    "causal": (True, {"causal": True}),
+    "ragged": (True, {"seqlen_q": (8, 0, 13), "causal": True, "sink": "float32"}),
+    "one-page": (True, {"page_size": 96, "seqlen_q": 17}),
+    "dense": (True, {"page_size": None, "batch_idx": (4, 0, 2), "window_size": (5, -1)}),
+    "padded": (True, {"window_size": (7, 2), "leftpad": (3, 0, 29)}),
+    "chunk": (True, {"attention_chunk": 6, "head_dim": 24}),
+    "no-key": (True, {"lengths": (3, 0, 70), "causal": True, "heads": (3, 1)}),
+    "short": (False, {"seqlen_q": 7, "causal": True}),
+    "softcap": (False, {"softcap": 2.0}),
+    "alibi": (False, {"alibi": "head"}),
+    "tree": (False, {"tree": "shared"}),
+    "negative-scale": (False, {"softmax_scale": -0.3}),
+}
+"""Whether rows are taken head by head, in tiles of 8, and features of the calls."""
+
+
+@pytest.mark.parametrize("name", HEAD_BY_HEAD)
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass_of_rows_head_by_head(name, monkeypatch):
+    """Of rows of a head that fill a tile, if their scores are plain products."""
+    expected, features = HEAD_BY_HEAD[name]
+    chosen = []
+    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    monkeypatch.setattr(mass_kernel, "TALL", 16)
+    monkeypatch.setattr(
+        mass_kernel, "MassVariant", lambda **c: chosen.append(c["BY_HEAD"]) or MassVariant(**c)
+    )
+    given = {"seqlen_q": 9, "lengths": (75, 9, 96), "capacity": 96, "page_size": 4, **features}
+    tensors, arguments = build(decode_cases.case(name, **given), FP32, "cpu")
+    mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
+    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+    assert set(chosen) == {expected}
+
+
+@pytest.mark.usefixtures("fresh_launches")
+def test_a_row_with_nan_head_by_head_changes_only_the_mass_of_keys_that_it_sees(monkeypatch):
+    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    monkeypatch.setattr(mass_kernel, "TALL", 16)
+    (q, *caches), arguments = decode_cases.paged(
+        [20, 9], (4, 2), 16, page_size=4, seqlen_q=8, dtype=FP32, device="cpu"
+    )
+    add = partial(flashtile.flash_attn_with_kvcache, causal=True, window_size=(3, 0), backend="portable")
+    clean, mass = torch.zeros(2, *caches[0].shape[:3])
+    add(q, *caches, mass=clean, **arguments)
+    q[0, 5] = torch.nan  # at position 17
+    add(q, *caches, mass=mass, **arguments)
+    keys = torch.arange(14, 18)
+    seen = torch.zeros_like(mass, dtype=torch.bool)
+    seen[arguments["block_table"][0, keys // 4].long(), keys % 4] = True
+    assert torch.equal(mass.isnan(), seen)
+    assert torch.equal(mass[~seen], clean[~seen])
+
+
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass_of_a_prefix_of_neighbours(monkeypatch):
+    """Sequences 1 to 3 share 32 keys, as 1 and 2 share 16 more. To the bit, as one after the other."""
+    monkeypatch.setattr(mass_kernel, "TILE", 64)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.arange(30).int().view(5, 6)
+    table[1:4, :4] = table[1, :4]
+    table[2, 4:6] = table[1, 4:6]
+    q, k, v = (torch.randn(s, generator=generator) for s in ((5, 1, 6, 16), *[(30, 8, 2, 16)] * 2))
+    arguments = {"block_table": table, "cache_seqlens": torch.tensor([48, 47, 45, 33, 48]).int()}
+    mass = torch.rand(k.shape[:3], generator=generator)
+    testing.check(q, k, v, mass=mass, backend="portable", **arguments)
+    together, one_by_one = torch.zeros(2, *mass.shape)
+    attend = partial(flashtile.flash_attn_with_kvcache, backend="portable", num_splits=1)
+    attend(q, k, v, mass=together, **arguments)
+    for b in range(5):
+        alone = {name: tensor[b : b + 1] for name, tensor in arguments.items()}
+        attend(q[b : b + 1], k, v, mass=one_by_one, **alone)
+    assert torch.equal(together, one_by_one)
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])

@@ -312,8 +312,8 @@ def table_kernel(
             heads = lengths.num_heads_kv * lengths.group_size
             fill_unwritten(
                 pointers.out, None, None, pointers.lse,
-                UnwrittenSizes(heads * C.HEAD_DIM_V // 8, 0, 0, heads), pointers.cu_seqlens_q, None, batch,
-                lengths.total_q, 0, b - batch, tl.num_programs(0) - batch, FILLED,
+                UnwrittenSizes(heads * C.HEAD_DIM_V // 8, 0, 0, heads, 0), pointers.cu_seqlens_q, None,
+                batch, lengths.total_q, 0, b - batch, tl.num_programs(0) - batch, FILLED,
             )  # fmt: skip
             return
     mine = load_sequence(b, True, pointers, lengths, C)

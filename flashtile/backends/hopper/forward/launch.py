@@ -145,16 +145,17 @@ def launch_registers(variant: ForwardVariant) -> int:
 
 
 def tile_table(
-    problem: Problem, plan: ForwardPlan, writes: tuple[int, int] | None = None
+    problem: Problem, plan: ForwardPlan, writes: tuple[int, ...] | None = None
 ) -> TileTable | None:
     """Return the tile table of packed sequences; None for a dense call.
 
-    ``writes``: elements of a token of the launch's result, and heads of lse (0 without lse), if rows that no
-    work tile writes are to be filled.
+    ``writes``: elements of a token of the launch's result, heads that get -inf (of lse and of the largest
+    scores), and heads of the entropy, if rows that no work tile writes are to be filled. The last may be left
+    out.
     """
     if not problem.varlen:
         return None
-    sizes = None if writes is None else UnwrittenSizes(first=writes[0] // 8, heads=writes[1])
+    sizes = None if writes is None else UnwrittenSizes(writes[0] // 8, 0, 0, *writes[1:])
     return TileTable(
         problem.batch,
         problem.seqlen_q,
@@ -223,8 +224,7 @@ class HopperForwardLaunch:
         self._problem = problem
         self._config = config
         self._statistics = problem.statistics
-        # The tile table's kernel fills what no work tile writes, except statistics.
-        self._outputs = Outputs(problem, all_written=not (problem.varlen and self._statistics))
+        self._outputs = Outputs(problem, all_written=True)  # the tile table's kernel fills other rows
         self._kernels: ForwardKernels | None = None
 
     def __call__(
@@ -244,7 +244,7 @@ class HopperForwardLaunch:
         fill_table, attend, functions, queued = kernels
         table = lists = captured = None
         if fill_table is not None:
-            unwritten = Unwritten() if self._statistics else Unwritten(out, lse=lse)
+            unwritten = Unwritten(out, lse=lse)  # the statistics are behind lse
             table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, unwritten)
         elif functions is not None:
             # _tensors keeps the tensors alive until the launch of the kernel, which gets only addresses.
@@ -278,8 +278,9 @@ class HopperForwardLaunch:
         problem = self._problem
         plan = plan_of(problem, self._config)
         variant = forward_variant(problem, plan, extras.bias)
-        written = (problem.num_heads_q * problem.head_dim_v, problem.num_heads_q)
-        table = tile_table(problem, plan, None if problem.statistics else written)
+        heads = problem.num_heads_q
+        written = (heads * problem.head_dim_v, heads * (1 + problem.max_logits), heads * problem.entropy)
+        table = tile_table(problem, plan, written)
         schedule = schedule_of(problem, plan, table, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,

@@ -16,8 +16,8 @@ exp(S - maximum) of each n_block, in the dtype to which it rounds P anyway, and 
 bytes, and these are few: with head_dim 128, a 16-bit cache and a group of 4, a key of a head has 512 bytes
 of k and v, 16 of stored P (written and read) and 8 of mass. That is 4.7 %.
 
-*Recomputed* (sum_rows), for more rows: S = Q K^T, by the attention kernel's step functions. This takes about
-half as long as attention, and no memory.
+*Recomputed* (sum_rows), for more rows: S = Q K^T, by the attention kernel's step functions, and no memory. Of
+many rows whose scores are plain products (sum_heads), S^T = K Q^T, with K loaded once.
 
 Every element is added to by one program in one order, so the result is bitwise the same in every run.
 Sequences may share pages, or rows of a dense cache (``cache_batch_idx``). A shared page then belongs to the
@@ -37,7 +37,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.device import capability, multiprocessors
 from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import LOG2_E
@@ -52,8 +52,10 @@ from flashtile.backends.portable.decode.attend import (
     in_cache,
     is_seen,
     load_queries,
+    load_rows,
     load_terms,
     page_of_keys,
+    rows_of_n_block,
     score_rows_of,
     scores_of,
     weight_places,
@@ -78,6 +80,7 @@ from flashtile.backends.portable.decode.schedule import (
     lse_places,
     packed_tokens,
 )
+from flashtile.backends.portable.masking import block_range, visible, window_at
 from flashtile.problems import common
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
@@ -96,6 +99,11 @@ PER_THREAD = 8
 MAX_REGISTERS = 80
 """For three programs of 8 warps per multiprocessor. 64, for four, spill, and a step takes up to 4 % longer
 (H200). Units of fewer keys than PER_THREAD would spill with 80, so they have no limit."""
+SHARING_REGISTERS = 128
+"""For two programs of 8 warps per multiprocessor, if the rows are taken head by head."""
+REACH = 2**31
+"""Elements between the first and the last query token of a sequence, less than this if rows are taken head by
+head: offsets of 32 bits leave the loop the registers that it needs."""
 SCAN = 1024
 """Entries of block tables that a program compares with its own at a time. With 2048, registers spill."""
 
@@ -114,6 +122,8 @@ class MassVariant(DecodeVariant):
     """Rows of a sequence and key head, at most, if probabilities are stored."""
     SIZE: int
     """Keys of a unit, which is in one page and one n_block."""
+    BY_HEAD: bool
+    """Whether recomputed rows are taken head by head (:func:`sum_heads`)."""
     SCAN: int
     """Sequences whose block tables a program compares with its own at a time."""
 
@@ -250,6 +260,8 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
     page = cache.row
     if C.PAGE_SIZE != 0:
         page = page_of_keys(in_cache(cache.pages[0], call.num_blocks), C)
+    if C.BY_HEAD:
+        return tl.where(seen, sum_heads(n, b, head_kv, sequence, cache, page, seen, call, C), 0.0)
     num_rows = sequence.len_q * lengths.group_size
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, num_rows, C.BLOCK_M):
@@ -274,6 +286,63 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         p = tl.exp2(scores - lse[:, None] * LOG2_E)
         sums += tl.where(hidden, 0.0, p)
     return tl.sum(sums, 0)  # once: it is an exchange between warps
+
+
+@triton.jit
+def sum_heads(n, b, head_kv, sequence, cache, page, seen, call, C: tl.constexpr):
+    """Return the sums [BLOCK_N] of :func:`sum_rows` from S^T = K Q^T, one query head after the other.
+
+    Columns of S^T are rows of one head, so no place of q and lse takes a division, and the sum over them
+    stays within a thread until the end. K is loaded once. n_blocks that all rows see have no mask.
+    """
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    lengths = call.lengths
+    start = tl.zeros([], tl.int32) + n * BLOCK_N  # in Triton's interpreter, n is an integer of Python
+    base, _, offsets, _ = rows_of_n_block(cache, page, start, call.strides, C)
+    k = load_rows(base, offsets, seen, C.HEAD_DIM, C.BLOCK_D)
+    offset = sequence.len_k - sequence.len_q
+    of_first = window_at(offset, sequence.leftpad, lengths.mask, C)
+    of_last = window_at(offset + sequence.len_q - 1, sequence.leftpad, lengths.mask, C)
+    _, full, full_end, _ = block_range(
+        0, sequence.len_q, offset, sequence.len_k, of_first, of_last, C.HAS_LEFT, C.HAS_RIGHT, BLOCK_N
+    )
+    tiles = (sequence.len_q + BLOCK_M - 1) // BLOCK_M * lengths.group_size
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if (n >= full) & (n < full_end):
+        for tile in range(0, tiles):
+            sums += probabilities(tile, k, n, b, head_kv, sequence, False, call, C)
+    else:
+        for tile in range(0, tiles):
+            sums += probabilities(tile, k, n, b, head_kv, sequence, True, call, C)
+    return tl.sum(sums, 1)  # once: it is an exchange between threads
+
+
+@triton.jit
+def probabilities(tile, k, n, b, head_kv, sequence, MASKED: tl.constexpr, call, C: tl.constexpr):
+    """Return P^T [BLOCK_N, BLOCK_M] of the keys ``k`` and a tile of rows, counted head by head."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    pointers, strides, lengths = call.pointers, call.strides, call.lengths
+    of_head = (sequence.len_q + BLOCK_M - 1) // BLOCK_M
+    tokens = tile % of_head * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = head_kv * lengths.group_size + tile // of_head
+    exists = tokens < sequence.len_q
+    # The places of the first row are scalars of 64 bits, and the offsets from there have 32 (REACH).
+    first = Rows(b.to(tl.int64), sequence.start_q, 0, head, True)
+    of_q = pointers.q + (first.b * strides.q_batch + head.to(tl.int64) * strides.q_head)
+    of_q += sequence.start_q.to(tl.int64) * strides.q_token
+    q = load_rows(of_q, tokens * strides.q_token, exists, C.HEAD_DIM, C.BLOCK_D)
+    # Rows without a key have lse -inf, and P = 0. With an lse of NaN, only P of hidden keys is not NaN.
+    of_lse = pointers.lse + lse_places(first, packed_tokens(first, lengths, C), lengths, C)
+    lse = tl.load(of_lse + tokens, mask=exists, other=float("inf"))
+    lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
+    scores = tl.dot(k, tl.trans(q), input_precision=C.PRECISION) * call.numbers.scale_log2 - lse[None, :]
+    if MASKED:
+        of_rows = (tokens + sequence.len_k - sequence.len_q)[None, :]
+        distance = (n * C.BLOCK_N + tl.arange(0, C.BLOCK_N))[:, None] - of_rows
+        window = window_at(of_rows, sequence.leftpad, lengths.mask, C)
+        scores = tl.where(visible(distance, window, lengths.mask, C), scores, -float("inf"))
+    return tl.exp2(scores)
 
 
 @triton.jit
@@ -330,6 +399,7 @@ class MassLaunch:
         in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
         self._stored_dtype = torch.float16 if in_float16 else problem.dtype
         tile = config.tile
+        self._by_head = False
         self._maxima = math.prod(problem.lse_shape) * triton.cdiv(problem.capacity, tile.BLOCK_N)
         stored_bytes = self._maxima * tile.BLOCK_N * problem.dtype.itemsize
         # The probabilities of a prefill would take more memory than its tensors.
@@ -344,6 +414,12 @@ class MassLaunch:
             # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search and
             # the first loads of a tile, which nothing overlaps, serve more products.
             tile = replace(tile, BLOCK_M=TALL // 2, BLOCK_N=2 * tile.BLOCK_N)
+            # Whether the rows of a head fill a tile, and their scores are plain products.
+            scaled = problem.softcap != 0 or problem.alibi or problem.softmax_scale <= 0
+            plain = not (scaled or problem.qv or problem.tree) and problem.cache_dtype == problem.dtype
+            self._by_head = plain and problem.seqlen_q >= tile.BLOCK_M
+            if self._by_head:
+                tile = replace(tile, num_stages=2)  # for two programs per multiprocessor
             self._config = replace(config, tile=tile)
         self._attend = attend or DecodeLaunch(problem, config)
 
@@ -388,6 +464,7 @@ class MassLaunch:
         if self.recomputes:
             parts = min(parts, triton.cdiv(PROGRAMS * count, work))
         size = math.gcd(problem.page_size, tile.BLOCK_N)
+        by_head = self._by_head and problem.seqlen_q * q.stride(-3) < REACH
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
@@ -395,6 +472,7 @@ class MassLaunch:
             HEADS=heads,
             ROWS=1 if self.recomputes else triton.next_power_of_2(problem.seqlen_q * problem.group_size),
             SIZE=size,
+            BY_HEAD=by_head,
             SCAN=min(max(1, SCAN * size // keys), triton.next_power_of_2(problem.batch)),
         )
         scale = problem.softmax_scale
@@ -403,6 +481,11 @@ class MassLaunch:
             options["launch_pdl"] = True
             if not self.recomputes and size >= PER_THREAD:
                 options["maxnreg"] = MAX_REGISTERS
+            elif by_head and capability(problem.device) == (
+                9,
+                0,
+            ):  # elsewhere, 500 bytes and more would spill
+                options["maxnreg"] = SHARING_REGISTERS
         return CachedLaunch(
             mass_kernel,
             parts * work,

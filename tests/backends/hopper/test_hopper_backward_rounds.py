@@ -182,13 +182,6 @@ def test_programs_end_together_although_all_rows_see_a_prompt(
     assert busiest_one < 1.4 * mean
 
 
-@walk("heads", [9, 16, 32])
-def test_calls_of_many_rounds_have_no_room_for_all_heads(heads: int) -> None:
-    """A block mask has room for LISTED_ROUNDS, so the next heads come in rounds after these."""
-    problem = replace(problem_of(4, 4096, (heads, heads), 128, **FULL), mods=Mods(block_size=(128, 128)))
-    assert label_of(problem) == "M64 1x1"
-
-
 def table_row(problem: Problem) -> BackwardConfig:
     """The configuration of a head size, with the most rows in a step."""
     return max(alternatives(problem), key=lambda config: config.BLOCK_M)

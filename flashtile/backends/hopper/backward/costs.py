@@ -197,10 +197,6 @@ ENOUGH_ROUNDS = 16
 the forward, since a work tile has all query heads of a group. 4 x 4096 with 64 heads on 8 of 128 makes 7.8
 rounds: with rows divided in two it took 4900 us instead of 5395, and 5276 instead of 5751 on another card
 (estimated 4795 and 4987)."""
-ROUNDS_WITH_ROOM = 8
-"""With this many work tiles per program, heads hardly wait for room in ``dq_accum``. Room for all of them is
-then not worth its zeros and its place in the L2 cache: under six of seven block masks of 4 x 4096 with 16
-heads of 128, which make 15.5 rounds, it took 1.015 to 1.021 of the time on an H200, and 0.97 under one."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -323,7 +319,7 @@ def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[
         yield divided
         # Room for all heads only where heads would wait for it: if all fit, ``dq_accum`` leaves the L2 cache
         # sooner.
-        if work.resident < work.heads and work.tiles < ROUNDS_WITH_ROOM * work.programs:
+        if work.resident < work.heads and work.tiles < enough:
             everywhere = replace(divided, ALL_RESIDENT=True)
             if accum_bytes(problem, work_of_launch(problem, everywhere)) <= MAX_BYTES:
                 yield everywhere

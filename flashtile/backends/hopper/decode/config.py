@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,7 +13,7 @@ from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, heads_together, padded_columns
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read
-from flashtile.backends.portable.decode.launch import keys_seen
+from flashtile.backends.portable.decode.launch import keys_seen, most_work_tiles
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.problems.decode import FP8, DecodeProblem
 
@@ -221,7 +220,7 @@ def row(
 #   tokens take 82 instead of 87 us, 32 of 4096 140 instead of 166.
 # - Many rows: 1024 tokens over 8192 keys take 201 us, with 128 x 64 229. PIN_WAIT, the wait for P V after the
 #   exponentials: 0.937 to 0.970 of the time.
-# - Mixed steps of mostly single tokens have the row for few rows (``for_rows``): in two steps of 12 heads on
+# - Mixed steps of mostly single tokens have the row for few rows (``of_tokens``): in two steps of 12 heads on
 #   2 it took 0.80 and 0.84 of the time of the row for many, and one program of 64 rows, 128 keys 0.84, 0.91.
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
@@ -267,24 +266,41 @@ def for_rows(
     rows: int,
     cache_element_bytes: int,
     alone: bool,
-    mean_rows: float = math.inf,
 ) -> HopperDecodeConfig:
     """Return the configuration for ``rows`` query rows per key head.
 
-    ``alone``: whether work tiles of few rows fill the GPU with one program per multiprocessor. ``mean_rows``:
-    mean over the sequences of a mixed step, of which ``rows`` are those of the longest.
+    ``alone``: whether work tiles of few rows fill the GPU with one program per multiprocessor.
     """
     sizes = padded_columns(head_dim), padded_columns(head_dim_v)
     if cache_element_bytes == 1:
         return _FP8_TABLE[sizes]
     few, many = _TABLE[sizes]
     if rows > WARPGROUP_ROWS:
-        # If their mean fills no tile, most work tiles hold a single token. Its rows wait for memory, so what
-        # counts is how much is in flight: on a multiprocessor 192 KB with two programs, 128 KB with one of
-        # 128 rows. Rows for few rows with one program were not tried.
-        tokens = mean_rows < many.tile.BLOCK_M and few.programs_per_sm > 1
-        return few if tokens else many
+        return many
     return _ALONE.get(sizes, few) if alone else few
+
+
+TOKENS_PER_SM = 7
+"""A mixed step of mostly single tokens has the row for few rows if a multiprocessor then gets at most this many
+work tiles. Of twelve steps on an H200, those with up to 6.9 took 0.78 to 0.93 of the time of the row for many
+rows, those with 7.6 to 7.9 0.98 to 1.00, and one with 8.8 1.11. With as many, all bytes are in flight anyway."""
+
+
+def of_tokens(problem: DecodeProblem) -> HopperDecodeConfig | None:
+    """Return the row for few rows for a step in which chunks are among many single tokens, otherwise None.
+
+    Most work tiles then hold a single token, whose rows wait for memory. So what counts is how much is in
+    flight: on a multiprocessor 192 KB with two programs, and 128 KB with one of 128 rows. Rows for few rows
+    with one program were not tried.
+    """
+    if not (problem.mixed and takes_any_splits(problem)) or gathers(problem) or problem.cache_dtype == FP8:
+        return None
+    few, many = _TABLE[padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)]
+    mean_rows = problem.total_q * problem.group_size / problem.batch
+    if few.programs_per_sm == 1 or mean_rows >= many.tile.BLOCK_M:
+        return None
+    most = TOKENS_PER_SM * multiprocessors(problem.device)
+    return few if most_work_tiles(packed(problem), few) <= most else None
 
 
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
@@ -293,16 +309,23 @@ def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     programs, work_tiles = multiprocessors(problem.device), few_row_tiles(problem)
     alone = takes_any_splits(problem) and MIN_FILLED * programs <= work_tiles <= programs
     sizes = problem.head_dim, problem.head_dim_v
-    mean_rows = math.inf
-    if problem.mixed and takes_any_splits(problem) and not gathers(problem):
-        mean_rows = problem.total_q * problem.group_size / problem.batch
     # ``_ALONE`` has tiles of as many keys as those of many rows, and other sizes' tiles have equally many.
-    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone or problem.invariant, mean_rows)
+    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone or problem.invariant)
+    if rows > WARPGROUP_ROWS:
+        config = of_tokens(problem) or config
     if problem.invariant:  # whether O is rescaled lazily depends on all rows of a tile
         config = replace(config, LAZY_RESCALE=False)
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config
+
+
+def packed(problem: DecodeProblem) -> DecodeProblem:
+    """Return the problem for which work is scheduled.
+
+    In this problem, each group of query heads that share a tile (:func:`pack_of`) has its own key head.
+    """
+    return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem.group_size))
 
 
 def serves_few_rows(problem: DecodeProblem) -> bool:

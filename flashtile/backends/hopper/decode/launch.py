@@ -29,6 +29,7 @@ from flashtile.backends.hopper.decode.config import (
     HopperDecodeVariant,
     gathers,
     pack_of,
+    packed,
     takes_any_splits,
 )
 from flashtile.backends.hopper.decode.kernel import (
@@ -78,14 +79,6 @@ FEW_SPLITS = 8
 FEW_SPLITS_TILE = 4096
 """Elements that a combining program of few parts loads at a time. Its 4 warps hold 32 each in a thread. All
 combining programs then run at a time, and each reads 16 KB at once."""
-
-
-def packed(problem: DecodeProblem) -> DecodeProblem:
-    """Return the problem for which work is scheduled.
-
-    In this problem, each group of query heads that share a tile (:func:`pack_of`) has its own key head.
-    """
-    return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem.group_size))
 
 
 def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:

@@ -39,11 +39,13 @@ A step is short if no sequence has more than SHORT_BYTES of own keys and values 
 least SHORT_TILES sequences times key heads, and if at most SHORT_HEADS query heads share a key head. On an
 H200, 256 sequences of 75 own keys with 8 key heads of 128 take 52 us in equal shares and 34 with one program
 each, and 24 sequences of 20 to 520 keys take 19.0 and 13.6. More query heads were not measured."""
-MANY_TILES, SHARES = 1024, 264
+MANY_TILES, SHARES = 1024, 3 * 264
 """With at least MANY_TILES sequences times key heads, a step is also short if sequences have at most
-SHORT_BYTES in the mean, and the longest has no more than an equal share of all keys: one of SHARES, as on an
-H200. There, a step of Llama-3-8B with 224 sequences of 20 to 560 tokens takes 0.959 of the time. A step of
-Qwen3-0.6B with 64 sequences of 1,156 tokens would take 1.061 times as long."""
+SHORT_BYTES in the mean, and the longest has at most a third of an equal share of all keys, one for each of
+264 programs of an H200. There, a step of Llama-3-8B with 224 sequences of 20 to 560 tokens takes 0.959 of the
+time. With a whole share a step waits for the longest: 222 sequences of 250 keys and one of 1,700 take 91 us
+a layer instead of 69. A step of Qwen3-0.6B with 64 sequences of 1,156 tokens would take 1.061 times as
+long."""
 FEW_ROWS = 64
 """Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm

@@ -40,7 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
     "16 bits": {"dtype": torch.float16, "heads": (6, 2), "softcap": 5.0},
     "window": {"dtype": torch.float16, "window_size": (20, 0)},
     "sink": {"dtype": torch.float16, "sink": torch.tensor([0.5, -1.0])},
+    "negative scale": {"dtype": torch.float16, "heads": (6, 2), "softmax_scale": -0.1},
+    "slopes": {"dtype": torch.float16, "heads": (3, 1), "alibi_slopes": torch.tensor([0.5, 0.25, 0.1])},
 }
+"""With three heads a key head, chunks mask other blocks of a row than whole sequences: a product may then be
+fused with the subtraction of the maximum in one of them, and not in the other."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -50,14 +54,25 @@ def test_whole_sequences_chunks_and_single_tokens_have_the_same_bits(name, backe
     options = {"heads": (2, 1), "backend": backend, **CASES[name]}
     head_dim = 128 if device == "cuda" else 24
     sequences = sequences_on(device, options.pop("dtype"), *options.pop("heads"), head_dim)
-    if "sink" in options:
-        options["sink"] = options["sink"].to(device)
+    for given in {"sink", "alibi_slopes"} & {*options}:
+        options[given] = options[given].to(device)
     whole = sequences.whole(invariant=True, **options)
     # The bounds are those of rounding; whether the values are right, the oracles of other tests say.
     torch.testing.assert_close(whole, sequences.whole(**options), atol=4e-3, rtol=4e-3)
     for call in CALLS:
         found, rows = sequences.over_cache(*call, **options)
         assert torch.equal(bits(found), bits(whole[rows])), call
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_and_single_tokens_over_e4m3_have_the_same_bits(backend):
+    sequences = sequences_on(device_of(backend), torch.float16, 6, 2, 64)
+    for name in ("k_cache", "v_cache"):
+        setattr(sequences, name, getattr(sequences, name).to(torch.float8_e4m3fn))
+    whole, _ = sequences.over_cache([0], 0, 70, backend=backend)
+    for first, tokens in ((0, 1), (40, 1), (69, 1), (11, 30), (63, 7)):
+        found, rows = sequences.over_cache([0], first, tokens, backend=backend)
+        assert torch.equal(bits(found), bits(whole[rows])), (first, tokens)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -66,6 +66,10 @@ def log2(x: Value, dtype: Any) -> Value:
     return Value(x.tensor().log2(), dtype)
 
 
+def product(x: Value, factor: Any, dtype: Any) -> Value:
+    return Value(x.data * (factor.data if isinstance(factor, Value) else factor), dtype)
+
+
 def nothing(*operands_and_dtype: Any) -> Value:
     """Do nothing, for instructions without effect here: kernels run one after the other in one memory."""
     return Value(0, core.int32)
@@ -138,6 +142,7 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;", bytes_exchanged),
     (r"\{ \.reg \.f32 a; mul\.ftz\.f32 (\$0|a), \$1, \$2; .*(ex2|tanh)\.approx.* \}", tanh_of_product),
     (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
+    (r"mul\.rn\.f32 \$0, \$1, \$2;", product),
     (r"\{ \.reg \.b32 x<4>, a<4>, m<4>; .*prmt\.b32 x2, \$12.*0x30; \}", kept_by_numbers(1)),
     (r"\{ \.reg \.b32 x<4>, a<4>, m<4>; .*prmt\.b32 x2, \$10.*0x30; \}", kept_by_numbers(0)),
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16 \$0, \$1;", halves_transposed),

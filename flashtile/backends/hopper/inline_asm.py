@@ -66,6 +66,14 @@ def to_fp32(x):
 
 
 @gluon.jit
+def rounded_product(x, factor):
+    """Return x * factor in fp32, rounded. A product by * may be fused with the addition that follows it."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def pin_16_bit(p):
     """Return p unchanged, after the scheduling barrier of :func:`pin`. p has 16-bit values >= 0.
 

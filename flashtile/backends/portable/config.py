@@ -225,12 +225,13 @@ It has two accumulators, and twice as many tiles in shared memory. Found by coun
 of Hopper's tiles was timed: 0.89 of the time of two stages at head_dim 64, and 0.78 at 128 (H200, 8,192
 tokens, no mask)."""
 
-_WIDE_WITH_TANGENTS = {(2, 64): K(128, 128, 8, 2), (2, 128): K(128, 64, 8, 2)}
+_WIDE_WITH_TANGENTS = {(2, 64): K(128, 128, 8, 3), (2, 128): K(128, 64, 8, 2)}
 """Tiles in forward mode on compute capability 9 of calls that :func:`_has_bare_blocks` accepts, by element
 bytes and padded head_dim.
 
 The accumulators are corrected once per block of keys. Blocks of half as many keys, also in two stages, took
-1.16 times as long at head_dim 64, and 1.43 times at 128. Other calls would spill up to 1,600 bytes. Compute
+1.26 times as long at head_dim 64, and 1.43 times at 128. Two stages at head_dim 64 took 1.08 times as long; a
+third one does not fit at 128. Other calls would spill up to 1,600 bytes. Compute
 capability 10 has 512 columns of tensor memory, and these tiles need 640 and more."""
 
 

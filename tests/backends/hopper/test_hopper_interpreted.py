@@ -794,11 +794,13 @@ INVARIANT: dict[str, dict[str, Any]] = {
     "sink": {"sink": torch.tensor([0.5, -1.0])},
     "d64": {"head_dim": 64},
     "d96": {"head_dim": 96},
+    "slopes": {"alibi_slopes": torch.tensor([0.5, 0.25])},
+    "negative scale": {"softmax_scale": -0.1},
     "d256": {"head_dim": 256},
     "parts": {"split_size": 128},
 }
 """Arguments of invariant calls; heads (2, 1) of 128 columns by default."""
-BY_FORWARD = ("plain", "window", "d64", "d96")
+BY_FORWARD = ("plain", "window", "d64", "d96", "negative scale")
 """Those whose prompts the forward kernel computes."""
 
 

@@ -44,7 +44,7 @@ def tile(problem: Problem, capability: tuple[int, int], head_dim: int) -> Kernel
 
 @walk("name", BARE)
 def test_bare_blocks_of_keys_are_wide_on_hopper(name: str) -> None:
-    assert tile(BARE[name], (9, 0), 64) == KernelConfig(128, 128, 8, 2)
+    assert tile(BARE[name], (9, 0), 64) == KernelConfig(128, 128, 8, 3)
     assert tile(BARE[name], (9, 0), 128) == KernelConfig(128, 64, 8, 2)
 
 

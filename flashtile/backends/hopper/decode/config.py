@@ -137,6 +137,8 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     SINK: bool
     HAS_TREE: bool
     SCALED_SCORES: bool
+    INVARIANT: bool
+    """Whether a row has the same bits in all calls."""
     E4M3: bool
     """Whether the cache is e4m3, whose tiles the consumer converts."""
     DESCALE: str
@@ -281,9 +283,9 @@ def for_rows(
 
 
 TOKENS_PER_SM = 7
-"""A mixed step of mostly single tokens has the row for few rows if a multiprocessor then gets at most this many
-work tiles. Of twelve steps on an H200, those with up to 6.9 took 0.78 to 0.93 of the time of the row for many
-rows, those with 7.6 to 7.9 0.98 to 1.00, and one with 8.8 1.11. With as many, all bytes are in flight anyway."""
+"""A mixed step of mostly single tokens has the row for few rows if a multiprocessor then gets at most this
+many work tiles. Of twelve steps on an H200, those with up to 6.9 took 0.78 to 0.93 of the time of the row for
+many rows, those with 7.6 to 7.9 0.98 to 1.00, and one with 8.8 1.11."""
 
 
 def of_tokens(problem: DecodeProblem) -> HopperDecodeConfig | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -146,6 +145,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         SINK=problem.sink,
         HAS_TREE=problem.tree,
         SCALED_SCORES=scaled,
+        INVARIANT=problem.invariant,
         E4M3=e4m3,
         DESCALE=problem.descale,
         KEY_SCALES=problem.descale == "block",

@@ -100,7 +100,7 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """Whether the largest score of each row is a result; ENTROPY: the entropy of its probabilities."""
     ENTROPY: bool
     INVARIANT: bool
-    """lse has the bits of that of ``decode.kernel``."""
+    """Whether rows have the bits that ``decode.kernel`` gives them."""
     EVEN_N: bool
     """All sequences end with a whole block of keys. False with a window, where the last block is masked."""
     QUEUED: bool

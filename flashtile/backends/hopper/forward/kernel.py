@@ -71,7 +71,14 @@ from flashtile.backends.hopper.forward.schedule import (
     tile_blocks,
     whole_end,
 )
-from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale, to_fp32, wait_for_loads
+from flashtile.backends.hopper.inline_asm import (
+    copy_registers,
+    pin,
+    rescale,
+    rounded_product,
+    to_fp32,
+    wait_for_loads,
+)
 from flashtile.backends.hopper.layouts import (
     LN_2,
     LOG2_E,
@@ -1127,9 +1134,9 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
     if C.SOFTCAP:
         s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
         if C.SCALED_SCORES:
-            s = s * numbers.softcap_log2
+            s = scaled(C, s, numbers.softcap_log2)
     elif C.SCALED_SCORES:
-        s = s * numbers.scale_log2
+        s = scaled(C, s, numbers.scale_log2)
     if has_natural_scores(C):
         s = s * numbers.scale
     if C.SCORE_MOD is not None:
@@ -1140,6 +1147,19 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
         s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))
     return s
+
+
+@gluon.jit
+def scaled(C: gl.constexpr, s, factor):
+    """Return the scores s times ``factor``.
+
+    The compiler fuses this product with the subtraction of the maximum, except where a mask stands between
+    them. With INVARIANT neither is fused, since other calls mask other blocks of the same row.
+    """
+    if C.INVARIANT:
+        return rounded_product(s, factor)
+    else:
+        return s * factor
 
 
 @gluon.jit

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"dtype": torch.float32},
     "16 bits": {"dtype": torch.float16, "heads": (6, 2), "softcap": 5.0},
     "window": {"dtype": torch.float16, "window_size": (20, 0)},
+    "heads of 64": {"dtype": torch.float16, "heads": (3, 1), "head_dim": 64},
     "sink": {"dtype": torch.float16, "sink": torch.tensor([0.5, -1.0])},
     "negative scale": {"dtype": torch.float16, "heads": (6, 2), "softmax_scale": -0.1},
     "slopes": {"dtype": torch.float16, "heads": (3, 1), "alibi_slopes": torch.tensor([0.5, 0.25, 0.1])},
@@ -52,7 +53,7 @@ fused with the subtraction of the maximum in one of them, and not in the other."
 def test_whole_sequences_chunks_and_single_tokens_have_the_same_bits(name, backend):
     device = device_of(backend)
     options = {"heads": (2, 1), "backend": backend, **CASES[name]}
-    head_dim = 128 if device == "cuda" else 24
+    head_dim = options.pop("head_dim", 128 if device == "cuda" else 24)
     sequences = sequences_on(device, options.pop("dtype"), *options.pop("heads"), head_dim)
     for given in {"sink", "alibi_slopes"} & {*options}:
         options[given] = options[given].to(device)

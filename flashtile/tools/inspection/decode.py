@@ -382,12 +382,12 @@ def _hopper_cases() -> Iterator[CompileCase]:
         problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
         yield _hopper_case(problem, choose(problem), f"invariant, page {page_size}")
     scaled = replace(chunk, invariant=True, num_splits=1)
-    for problem, words in (
+    for problem, what in (
         (replace(scaled, softcap=30.0), "soft-cap"),
         (replace(scaled, softmax_scale=-0.1), "negative scale"),
         (replace(scaled, cache_dtype=FP8, descale="head"), "e4m3"),
     ):
-        yield _hopper_case(problem, choose(problem), f"invariant, {words}")
+        yield _hopper_case(problem, choose(problem), f"invariant, {what}")
     for head_dim in (64, 128):
         problem = replace(_HOPPER_PAGED, **_MIXED, num_heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
         yield _hopper_case(problem, choose(problem), "mixed, group of 6")

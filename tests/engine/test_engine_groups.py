@@ -430,7 +430,7 @@ def test_few_own_keys_are_read_by_one_program(monkeypatch):
     ids=lambda one: f"{len(one)} of {min(one)} to {max(one)}" if isinstance(one, list) else None,
 )  # fmt: skip
 def test_which_steps_are_short(own, short):
-    """With 8 key heads of 128: no sequence has many keys, or few in the mean, none over a third of a share."""
+    """With 8 key heads of 128: no sequence has many keys, or few in the mean, none over a third share."""
     config = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, windows=(-1,))
     one = SimpleNamespace(model=SimpleNamespace(kv_heads=8, invariant=False, config=config))
     schedule = SimpleNamespace(entries=[SimpleNamespace(start=keys - 1) for keys in own], cascades={})

@@ -24,10 +24,11 @@ score of each lane, to four standard deviations. If the bound was too high, a dr
 Sums have a fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw
 does not depend on the batch.
 
-On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 49 us, and filters 7 to 35 us more if few
-tokens are kept. An earlier form of :func:`draw_many` took 53 us more than greedy rows under top-p of 0.5 to
-0.99, if the rows were flat. The steps above took 88 to 147. All programs run at once, so the slowest of the
-256 rows is the time of all.
+On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 48 us, and filters 7 to 40 us more if few
+tokens are kept. :func:`draw_many` takes 51 us more than greedy rows under top-p of 0.5 to 0.99 and a top-k of
+5,000, if the rows are flat. The steps above took 68 to 143. All programs run at once, so the slowest of the
+256 rows is the time of all: with one of eight seeds a top-k of 5,000 took 144 us, because :func:`draw_many`
+found no winner for a row.
 """
 
 from dataclasses import dataclass

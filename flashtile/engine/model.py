@@ -37,7 +37,7 @@ programs get equal shares of the keys, because one program would take long for a
 
 A step is short if no sequence has more than SHORT_BYTES of own keys and values per key head, if there are at
 least SHORT_TILES sequences times key heads, and if at most SHORT_HEADS query heads share a key head. On an
-H200, 256 sequences of 75 own keys with 8 key heads of 128 take 52 us in equal shares and 34 with one program
+H200, 256 sequences of 75 own keys with 8 key heads of 128 take 52 us in equal shares and 40 with one program
 each, and 24 sequences of 20 to 520 keys take 19.0 and 13.6. More query heads were not measured."""
 MANY_TILES, SHARES = 1024, 3 * 264
 """With at least MANY_TILES sequences times key heads, a step is also short if sequences have at most

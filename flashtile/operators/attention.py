@@ -26,6 +26,7 @@ from flashtile.op.operation import (
     on_meta,
     signatures,
 )
+from flashtile.op.selection import choose, on_target
 from flashtile.operators import functions, statistics
 from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import SignedExtras
@@ -112,19 +113,26 @@ def over_cache(
 
 class ForwardOperation(Operation):
     def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
-        """Return a launch.
-
-        An invariant call that no backend's forward kernel serves is computed by the kernel that computes it
-        token by token.
-        """
-        with contextlib.suppress(NotImplementedError) if options.invariant else contextlib.nullcontext():
-            return super().prepare(tensors, extras, options)
-        return lambda *call: DECODE.launch(*over_cache(call[:-1], call[-1], options))
+        """Return a launch."""
+        if self._over_cache(tensors, extras, options):
+            return lambda *call: DECODE.launch(*over_cache(call[:-1], call[-1], options))
+        return super().prepare(tensors, extras, options)
 
     def launch_on_meta(self, tensors: tuple, extras: Any, options: Any, target: Any = None) -> None:
-        with contextlib.suppress(NotImplementedError) if options.invariant else contextlib.nullcontext():
-            return super().launch_on_meta(tensors, extras, options, target)
-        DECODE.launch_on_meta(*over_cache(tensors, extras, options), target)
+        if self._over_cache(tensors, extras, options, target):
+            DECODE.launch_on_meta(*over_cache(tensors, extras, options), target)
+        else:
+            super().launch_on_meta(tensors, extras, options, target)
+
+    def _over_cache(self, tensors: tuple, extras: Any, options: Any, target: Any = None) -> bool:
+        """Whether the call is computed as one over a cache: with ``invariant``, unless a forward kernel gives
+        the bits of that."""
+        if not options.invariant:
+            return False
+        problem = self.describe(*tensors, extras, options)
+        if target is not None:
+            problem = on_target(problem, target)
+        return choose(self, problem, options.backend).backend is None
 
     def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
         """Check offsets and lengths, which are optional tensors. Calls without them have nothing to check."""

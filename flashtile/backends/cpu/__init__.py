@@ -54,7 +54,7 @@ def reason_against(problem: Any, explicit: bool) -> str | None:
 def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
     """Why the forward pass does not serve a problem; None if it does."""
     if problem.invariant:
-        return "its blocks of queries differ from those over a cache, which decide the order of sums"
+        return "the order of sums depends on the block of queries, and over a cache it has another size"
     return reason_against(problem, explicit)
 
 

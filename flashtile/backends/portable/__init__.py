@@ -90,7 +90,7 @@ def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
 def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
     """Why the forward kernel does not serve a problem; None if it does."""
     if problem.invariant:
-        return "its tiles differ from those of single tokens over a cache, which decide the order of sums"
+        return "the order of sums depends on the tile, and single tokens over a cache have another one"
     return reason_against(problem, explicit)
 
 

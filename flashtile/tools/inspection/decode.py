@@ -149,13 +149,13 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     yield _attention_case(f"decode {name}", problem, chosen, capability)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
                         yield from _combine_cases(f"decode combine {name}", problem, chosen, capability)
-    if family == "hopper":  # one program for each work tile, more of them than run at a time
-        crowded = replace(PAGED, batch=256, total_q=256, num_splits=1)
+    if family == "hopper":  # one program for each work tile
+        whole = replace(PAGED, batch=256, total_q=256, num_splits=1)
         for head_dim, grouped in itertools.product((64, 128), (False, True)):
-            problem = replace(crowded, head_dim=head_dim, head_dim_v=head_dim, prior=grouped, leftpad=grouped)
+            problem = replace(whole, head_dim=head_dim, head_dim_v=head_dim, prior=grouped, leftpad=grouped)
             with compiling_for(capability):
                 chosen = config.choose(problem)
-            name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} crowded{' prior' * grouped}"
+            name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} whole{' prior' * grouped}"
             yield _attention_case(name, problem, chosen, capability)
     latent = replace(PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
     for BLOCK_M in config.row_blocks(family, 2, latent.head_dim_v):

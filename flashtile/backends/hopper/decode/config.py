@@ -223,7 +223,8 @@ def row(
 # - Many rows: 1024 tokens over 8192 keys take 201 us, with 128 x 64 229. PIN_WAIT, the wait for P V after the
 #   exponentials: 0.937 to 0.970 of the time.
 # - Mixed steps of mostly single tokens have the row for few rows (``of_tokens``): in two steps of 12 heads on
-#   2 it took 0.80 and 0.84 of the time of the row for many, and one program of 64 rows, 128 keys 0.84, 0.91.
+#   2 it took 0.80 and 0.84 of the time of the row for many; one program of 64 rows and 128 keys took 0.84 and
+#   0.91.
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
     (64, 128): (row(1, 128, 3), row(2, 128, 3)),
@@ -263,11 +264,7 @@ def gathers(problem: DecodeProblem) -> bool:
 
 
 def for_rows(
-    head_dim: int,
-    head_dim_v: int,
-    rows: int,
-    cache_element_bytes: int,
-    alone: bool,
+    head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int, alone: bool
 ) -> HopperDecodeConfig:
     """Return the configuration for ``rows`` query rows per key head.
 
@@ -282,7 +279,7 @@ def for_rows(
     return _ALONE.get(sizes, few) if alone else few
 
 
-TOKENS_PER_SM = 7
+MAX_TILES_PER_SM = 7
 """A mixed step of mostly single tokens has the row for few rows if a multiprocessor then gets at most this
 many work tiles. Of twelve steps on an H200, those with up to 6.9 took 0.78 to 0.93 of the time of the row for
 many rows, those with 7.6 to 7.9 0.98 to 1.00, and one with 8.8 1.11."""
@@ -301,7 +298,7 @@ def of_tokens(problem: DecodeProblem) -> HopperDecodeConfig | None:
     mean_rows = problem.total_q * problem.group_size / problem.batch
     if few.programs_per_sm == 1 or mean_rows >= many.tile.BLOCK_M:
         return None
-    most = TOKENS_PER_SM * multiprocessors(problem.device)
+    most = MAX_TILES_PER_SM * multiprocessors(problem.device)
     return few if most_work_tiles(packed(problem), few) <= most else None
 
 

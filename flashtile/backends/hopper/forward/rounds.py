@@ -49,7 +49,8 @@ time of pairs with 72 MiB (estimate: 0.76), and 1.05 with 128 MiB (0.98); at hea
 the pass, these are 0.92, 0.92 and 1.02 (estimates: 0.85, 0.95, 0.97)."""
 
 FIRST_PARTIAL_SAVES = 0.01
-"""In dense calls the first block of query rows is the partial one if this saves more of their keys."""
+"""In dense calls the first block of query rows is the partial one if this saves more of their keys. 4 x 4096
+saves 5.9 % and takes 0.946 of the time; calls that save 1 to 3 % were not measured."""
 
 
 class Costs(NamedTuple):
@@ -268,6 +269,7 @@ def first_is_partial(problem: Problem, config: ForwardConfig, pack: int) -> bool
         return True
     rows = config.BLOCK_M // pack
     blocks = math.ceil(problem.seqlen_q / rows)
+    # The last block sees all keys, and each one before it ``rows`` fewer: the mean is that of the middle.
     saved = (blocks - 1) * lacking_tokens(problem, config, pack)
     return saved > FIRST_PARTIAL_SAVES * blocks * max(problem.seqlen_k - (blocks - 1) * rows / 2, 0)
 

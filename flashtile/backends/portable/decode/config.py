@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flashtile.backends.common.config import KernelConfig, padded
-from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.portable.config import family, precision_of
 from flashtile.problems.decode import DecodeProblem
 
@@ -170,18 +169,6 @@ _TABLE: dict[tuple[str, int, int, int], tuple[int, int, int, int]] = {
     ("other", 4, NARROW, 512): (16, 4, 1, 1),
 }
 
-_CROWDED: dict[tuple[str, int, int, int], tuple[int, int, int, int]] = {
-    ("hopper", 2, NARROW, 64): (64, 4, 3, 4),
-    ("hopper", 2, NARROW, 128): (32, 4, 3, 4),
-}
-"""Used instead of ``_TABLE`` if the call wants one program for each work tile, and more of them than run at a
-time. With half as many keys a tile, four programs fit the registers of a multiprocessor instead of three, and
-more of them read while others begin or end. On an H200, 256 sequences of 75 keys with 8 key heads of 128 take
-34.3 instead of 40.0 us, of 512 keys 130.8 instead of 132.8. If all programs run at once, the longest decides,
-and larger tiles keep more of its keys on their way: 64 sequences of 1 to 512 keys take 22.7 us with them and
-25.1 with these.
-"""
-
 
 def row_blocks(table_family: str, element_bytes: int, width: int) -> tuple[int, ...]:
     """Return the values of BLOCK_M in the table for this element size and padded head size, in order."""
@@ -190,20 +177,10 @@ def row_blocks(table_family: str, element_bytes: int, width: int) -> tuple[int, 
     return tuple(block for block in blocks if (table_family, element_bytes, block, width) in _TABLE)
 
 
-def row(
-    table_family: str, element_bytes: int, BLOCK_M: int, width: int, whole_tiles_per_sm: float = 0
-) -> DecodeConfig:
-    """Return the configuration in the table for these arguments.
-
-    Args:
-        width: a padded head_dim.
-        whole_tiles_per_sm: work tiles per multiprocessor, if the call wants one program for each.
-    """
+def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> DecodeConfig:
+    """Return the configuration in the table for these arguments; ``width`` is a padded head_dim."""
     key = (table_family, element_bytes, BLOCK_M, max(width, HEAD_DIMS[0]))
-    found = _TABLE[key]
-    if key in _CROWDED and whole_tiles_per_sm > _CROWDED[key][-1]:
-        found = _CROWDED[key]
-    BLOCK_N, num_warps, num_stages, programs_per_sm = found
+    BLOCK_N, num_warps, num_stages, programs_per_sm = _TABLE[key]
     tile = KernelConfig(BLOCK_M, BLOCK_N, num_warps, num_stages)
     return DecodeConfig(tile, programs_per_sm, precision_of(table_family, element_bytes))
 
@@ -212,13 +189,10 @@ def choose(problem: DecodeProblem) -> DecodeConfig:
     """The configuration for a problem."""
     element_bytes = operand_bytes(problem)
     rows = problem.seqlen_q * problem.group_size
-    whole_tiles = 0
     if problem.invariant:  # the tile decides the order of sums: chunks of prompts have that of single tokens
         rows = 1
-    elif problem.num_splits == 1:
-        whole_tiles = problem.batch * problem.num_heads_kv  # of narrow tiles, which have one m_block
     width = padded(max(problem.head_dim, problem.head_dim_v))
     table_family = family(problem.device)
     blocks = row_blocks(table_family, element_bytes, width)
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
-    return row(table_family, element_bytes, BLOCK_M, width, whole_tiles / multiprocessors(problem.device))
+    return row(table_family, element_bytes, BLOCK_M, width)

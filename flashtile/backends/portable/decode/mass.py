@@ -337,6 +337,8 @@ def probabilities(tile, k, n, b, head_kv, sequence, MASKED: tl.constexpr, call, 
     lse = tl.load(of_lse + tokens, mask=exists, other=float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
     scores = tl.dot(k, tl.trans(q), input_precision=C.PRECISION) * call.numbers.scale_log2 - lse[None, :]
+    # An infinite key times the zeros of a row past the last token is NaN.
+    scores = tl.where(exists[None, :], scores, -float("inf"))
     if MASKED:
         of_rows = (tokens + sequence.len_k - sequence.len_q)[None, :]
         distance = (n * C.BLOCK_N + tl.arange(0, C.BLOCK_N))[:, None] - of_rows
@@ -481,10 +483,8 @@ class MassLaunch:
             options["launch_pdl"] = True
             if not self.recomputes and size >= PER_THREAD:
                 options["maxnreg"] = MAX_REGISTERS
-            elif by_head and capability(problem.device) == (
-                9,
-                0,
-            ):  # elsewhere, 500 bytes and more would spill
+            # On compute capability 10, 500 bytes and more would spill.
+            elif by_head and capability(problem.device) == (9, 0):
                 options["maxnreg"] = SHARING_REGISTERS
         return CachedLaunch(
             mass_kernel,

@@ -140,7 +140,8 @@ def choose(problem: LinearProblem) -> LinearConfig:
         problem = replace(problem, M=MAX_FLAT_ROWS)
     if problem.heads is not None and problem.heads.norm:  # a tile must have whole heads; none is in the table
         most = MAX_HEAD_NORM_ROWS if problem.weight_dtype in SIXTEEN_BIT else MAX_FLAT_ROWS
-        kind = FLAT if most >= problem.M and problem.dtype in SIXTEEN_BIT else LIBRARY
+        few = problem.invariant or most >= problem.M
+        kind = FLAT if few and problem.dtype in SIXTEEN_BIT else LIBRARY
         return default(problem, kind) if kind == FLAT else LinearConfig(LIBRARY)
     found = found_row(problem)
     kind = FLAT if problem.invariant else kind_of(problem, found)

@@ -497,8 +497,8 @@ def flash_attn_varlen_func(
             may each be up to 512, and there is no backward pass.
         invariant: give each row the bits that it has in every other call with ``invariant``, such as
             :func:`flash_attn_with_kvcache` of its token alone. On Hopper, tensors that TMA cannot address
-            (pointers or strides that are no multiples of 16 bytes) have another kernel, and so other bits. The
-            gradients are the usual ones. Cannot be combined with ``dropout_p`` or FP8.
+            (pointers or strides that are no multiples of 16 bytes) have another kernel, and so other bits.
+            The gradients are the usual ones. Cannot be combined with ``dropout_p`` or FP8.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`attention`; also for ``dropout_p`` or a backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,10 @@ from flashtile.backends.hopper.decode.launch import (
     is_stream_k,
     recorded_tile,
 )
+from flashtile.backends.hopper.forward import config as forward
+from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import FP8, DecodeProblem
+from flashtile.tools.inspection.attention import GROUPED
 from walk import walk
 
 PAGED = DecodeProblem(
@@ -121,6 +125,20 @@ def test_few_rows(problem: DecodeProblem, serves: bool) -> None:
     assert (reason is None) == serves
     assert serves or "fit the portable kernel's tile of 16" in str(reason)
     assert decode.reason_against(problem, explicit=True) is None
+
+
+@walk("head_dim", [32, 64, 96, 128])
+def test_invariant_calls_have_one_order_of_sums(head_dim: int) -> None:
+    """Single tokens, chunks, and prompts by the forward kernel, windowed or not."""
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "invariant": True}
+    for tokens in (1, 8, 64, 4096):
+        config = choose(replace(of(4, tokens, num_splits=1), **sizes))
+        assert (config.tile.BLOCK_N, config.LAZY_RESCALE) == (128, False), tokens
+    device = of(1, 1).device
+    for length, left in itertools.product((100, 1000, 5000, 40000), (UNLIMITED, 1023)):
+        prompts = replace(GROUPED, window_right=0, window_left=left, varlen=True, device=device, **sizes)
+        own = forward.choose(replace(prompts, seqlen_q=length, seqlen_k=length))
+        assert (own.BLOCK_N, own.LAZY_RESCALE, own.Q_IN_REGISTERS) == (128, False, 0), (length, left)
 
 
 @walk("width", [64, 128, 256])

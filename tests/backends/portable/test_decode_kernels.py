@@ -139,6 +139,24 @@ def test_a_row_with_nan_head_by_head_changes_only_the_mass_of_keys_that_it_sees(
     assert torch.equal(mass[~seen], clean[~seen])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("fresh_launches")
+def test_an_infinite_key_gets_its_mass_from_tokens_that_exist(causal, monkeypatch):
+    """The tile of the last tokens is padded with zeros, and their products with infinity are NaN."""
+    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    monkeypatch.setattr(mass_kernel, "TALL", 16)
+    (q, *caches), arguments = decode_cases.paged(
+        [20, 9], (4, 2), 16, page_size=4, seqlen_q=9, dtype=FP32, device="cpu"
+    )
+    q.abs_()
+    where = arguments["block_table"][0, 0].long(), 3
+    caches[0][where[0], where[1], 0, 0] = -torch.inf
+    mass = torch.zeros(caches[0].shape[:3])
+    flashtile.flash_attn_with_kvcache(q, *caches, mass=mass, causal=causal, backend="portable", **arguments)
+    assert mass[where][0] == 0
+    assert not mass.isnan().any()
+
+
 @pytest.mark.usefixtures("fresh_launches")
 def test_mass_of_a_prefix_of_neighbours(monkeypatch):
     """Sequences 1 to 3 share 32 keys, as 1 and 2 share 16 more. To the bit, as one after the other."""

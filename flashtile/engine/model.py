@@ -586,6 +586,11 @@ class Model:
         """All weights, some of them more than once. The rotary tables are none."""
         return itertools.chain.from_iterable(parts_of(part, Tensor) for part in (self, *self.layers))
 
+    def may_be_short(self, batch: int) -> bool:
+        """Whether steps of ``batch`` sequences may be short (``SHORT_BYTES``), if these have few own keys."""
+        few_heads = self.config.num_heads <= SHORT_HEADS * self.config.num_kv_heads
+        return few_heads and not self.invariant and batch * self.kv_heads >= SHORT_TILES
+
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).
 

@@ -28,8 +28,6 @@ from flashtile.engine.model import (
     MANY_TILES,
     SHARES,
     SHORT_BYTES,
-    SHORT_HEADS,
-    SHORT_TILES,
     Groups,
     Model,
     StepInput,
@@ -318,11 +316,9 @@ class Runner:
     def _is_short(self, schedule: SchedulerOutput, batch: int) -> bool:
         """Whether the step is short (``model.SHORT_BYTES``). ``batch``: the padded number of sequences."""
         model, config, entries = self.model, self.model.config, schedule.entries
+        if not model.may_be_short(batch):
+            return False
         tiles = batch * model.kv_heads
-        if tiles < SHORT_TILES or model.invariant:
-            return False
-        if config.num_heads > SHORT_HEADS * config.num_kv_heads:
-            return False
         # An element of an FP8 cache takes as long as one of 16 bits.
         most = SHORT_BYTES // (2 * 2 * config.head_dim)
         shared = [self._numbers_of(one, batch) for one in schedule.cascades]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, bound_of_group
-from flashtile.engine.model import FEW_ROWS, SHORT_HEADS, SHORT_TILES, Experts, Groups, Model, StepInput
+from flashtile.engine.model import FEW_ROWS, Experts, Groups, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
@@ -112,8 +112,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         k_cache, v_cache = (
             torch.empty(shape, dtype=limits.cache_dtype or dtype, device="cpu") for _ in range(2)
         )
-        kv_heads = model.kv_heads if config.num_heads <= SHORT_HEADS * config.num_kv_heads else 0
-        for step in _steps(limits, config.windows, drafts, kv_heads):
+        for step in _steps(limits, config.windows, drafts, model.may_be_short):
             model.hidden(step, k_cache, v_cache)
         most = max(LOGITS_ROWS, limits.max_num_seqs * limits.verified)
         for rows in {*range(1, FEW_ROWS + 1), *sizes_between(1, most)}:
@@ -189,7 +188,9 @@ def _levels(limits: Limits) -> Iterator[tuple[int, int, int]]:
             yield batch, tokens, longest
 
 
-def _steps(limits: Limits, windows: tuple[int, ...], drafts: bool, kv_heads: int) -> Iterator[StepInput]:
+def _steps(
+    limits: Limits, windows: tuple[int, ...], drafts: bool, may_be_short: Callable[[int], bool]
+) -> Iterator[StepInput]:
     """Yield steps of every kind: one token per sequence, guesses (draft tokens), and chunks of prompts."""
     step = functools.partial(_step, limits, windows)
     batches = _sizes(limits, 1)
@@ -197,7 +198,7 @@ def _steps(limits: Limits, windows: tuple[int, ...], drafts: bool, kv_heads: int
     for levels in range(1 + MAX_LEVELS * limits.grouped):
         for batch in batches:
             yield step(batch, batch, 1, levels=levels)
-            if limits.captured and not limits.invariant and batch * kv_heads >= SHORT_TILES:
+            if limits.captured and may_be_short(batch):
                 yield step(batch, batch, 1, levels=levels)._replace(short=True)
         for tokens in _sizes(limits, limits.verified) if limits.verified > 1 else ():
             yield guesses(-(-tokens // limits.verified), tokens, levels=levels)

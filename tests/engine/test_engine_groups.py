@@ -432,7 +432,9 @@ def test_few_own_keys_are_read_by_one_program(monkeypatch):
 def test_which_steps_are_short(own, short):
     """With 8 key heads of 128: no sequence has many keys, or few in the mean, none over a third share."""
     config = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, windows=(-1,))
-    one = SimpleNamespace(model=SimpleNamespace(kv_heads=8, invariant=False, config=config))
+    of = SimpleNamespace(kv_heads=8, invariant=False, config=config)
+    of.may_be_short = functools.partial(model.Model.may_be_short, of)
+    one = SimpleNamespace(model=of)
     schedule = SimpleNamespace(entries=[SimpleNamespace(start=keys - 1) for keys in own], cascades={})
     assert runner.Runner._is_short(one, schedule, len(own)) is short  # type: ignore[arg-type]
 

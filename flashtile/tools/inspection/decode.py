@@ -155,7 +155,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             problem = replace(whole, head_dim=head_dim, head_dim_v=head_dim, prior=grouped, leftpad=grouped)
             with compiling_for(capability):
                 chosen = config.choose(problem)
-            name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} whole{' prior' * grouped}"
+            name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} single split{' prior' * grouped}"
             yield _attention_case(name, problem, chosen, capability)
     latent = replace(PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
     for BLOCK_M in config.row_blocks(family, 2, latent.head_dim_v):

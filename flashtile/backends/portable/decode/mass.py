@@ -327,20 +327,20 @@ def probabilities(tile, k, n, b, head_kv, sequence, MASKED: tl.constexpr, call, 
     tokens = tile % of_head * BLOCK_M + tl.arange(0, BLOCK_M)
     head = head_kv * lengths.group_size + tile // of_head
     exists = tokens < sequence.len_q
+    # Rows past the last token are copies of it with P = 0, not zeros: zero times an infinite key is NaN.
+    copied = tl.minimum(tokens, sequence.len_q - 1)
     # The places of the first row are scalars of 64 bits, and the offsets from there have 32 (REACH).
     first = Rows(b.to(tl.int64), sequence.start_q, 0, head, True)
     of_q = pointers.q + (first.b * strides.q_batch + head.to(tl.int64) * strides.q_head)
     of_q += sequence.start_q.to(tl.int64) * strides.q_token
-    q = load_rows(of_q, tokens * strides.q_token, exists, C.HEAD_DIM, C.BLOCK_D)
+    q = load_rows(of_q, copied * strides.q_token, tokens >= 0, C.HEAD_DIM, C.BLOCK_D)
     # Rows without a key have lse -inf, and P = 0. With an lse of NaN, only P of hidden keys is not NaN.
     of_lse = pointers.lse + lse_places(first, packed_tokens(first, lengths, C), lengths, C)
     lse = tl.load(of_lse + tokens, mask=exists, other=float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
     scores = tl.dot(k, tl.trans(q), input_precision=C.PRECISION) * call.numbers.scale_log2 - lse[None, :]
-    # An infinite key times the zeros of a row past the last token is NaN.
-    scores = tl.where(exists[None, :], scores, -float("inf"))
     if MASKED:
-        of_rows = (tokens + sequence.len_k - sequence.len_q)[None, :]
+        of_rows = (copied + sequence.len_k - sequence.len_q)[None, :]
         distance = (n * C.BLOCK_N + tl.arange(0, C.BLOCK_N))[:, None] - of_rows
         window = window_at(of_rows, sequence.leftpad, lengths.mask, C)
         scores = tl.where(visible(distance, window, lengths.mask, C), scores, -float("inf"))

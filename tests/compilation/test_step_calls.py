@@ -28,7 +28,7 @@ from test_compilation import APPEND
 
 from flashtile.compilation.ahead import compile_in_process
 from flashtile.compilation.compiling import Compiled
-from flashtile.engine import step_calls
+from flashtile.engine import model, step_calls
 from flashtile.engine.config import parse_config
 from flashtile.engine.llm import _steps_of
 from needed_kernels import H200, kernels, lacking, traffic
@@ -70,14 +70,14 @@ def test_a_decoding_step_of_any_batch_needs_listed_kernels(monkeypatch):
     config = parse_config(SMALL | heads | {"intermediate_size": 256, "torch_dtype": "bfloat16"})
     # So long sequences are divided into parts, and how many of them depends on the batch.
     limits = step_calls.Limits(4096, max_num_seqs=12, max_num_batched_tokens=14)
-    monkeypatch.setattr(step_calls, "SHORT_TILES", 10)
+    monkeypatch.setattr(model, "SHORT_TILES", 10)
     listed = kernels(step_calls.step_calls(config, limits))
 
-    def steps(limits, windows, drafts, kv_heads):
+    def steps(limits, windows, drafts, may_be_short):
         for batch in range(1, limits.max_num_seqs + 1):
             step = step_calls._step(limits, windows, batch, batch, 1)
             yield step
-            if batch * kv_heads >= step_calls.SHORT_TILES:
+            if may_be_short(batch):
                 yield step._replace(short=True)
 
     monkeypatch.setattr(step_calls, "_steps", steps)

@@ -394,7 +394,7 @@ def test_few_own_keys_are_read_by_one_program(monkeypatch):
     """In graphs. Keys that a group shares do not count."""
     llm, plain = with_groups(monkeypatch, "llama3", {}, captured=True)
     monkeypatch.setattr(runner, "SHORT_BYTES", 4 * llm.model_config.head_dim * 9)  # 9 keys and values
-    monkeypatch.setattr(runner, "SHORT_TILES", 4 * llm.model_config.num_kv_heads)
+    monkeypatch.setattr(model, "SHORT_TILES", 4 * llm.model_config.num_kv_heads)
     calls: list[tuple[int, int]] = []  # (most own keys, num_splits)
 
     def noting(attend):

@@ -148,8 +148,7 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
         for module in (groups, runner, step_calls):
             patch.setattr(module, "MAX_NEW_TOKENS", 8)
         patch.setattr(runner, "SHORT_BYTES", 2**12)  # 8 keys of 128, 16 of 64
-        for module in (runner, step_calls):
-            patch.setattr(module, "SHORT_TILES", 4)
+        patch.setattr(model, "SHORT_TILES", 4)
         forms, form_of = list[runner.Form](), llm.engine.runner._form
         patch.setattr(llm.engine.runner, "_form", functools.partial(noted, forms, form_of))
         used = as_on_a_gpu(llm, patch)

@@ -1,8 +1,8 @@
 """Groups of sequences whose block tables begin with the same blocks. A step reads these blocks once a group.
 
 Answers of one prompt share its blocks, and so do prompts that found their beginning in the prefix cache. All
-that counts is the block table, so forks, beams and swapped sequences need no rules of their own. Only full
-blocks of prompts are compared: what beams share of their answers is read by each of them.
+that counts is the block table, so forks and swapped sequences need no rules of their own. Only full blocks of
+prompts are compared, since answers differ. Beams are the exception: they also share parts of their answers.
 
 The sequences of a step are kept sorted by their first blocks, so that those with a common prefix are
 adjacent, and the number of blocks that neighbours have in common is known. A group is a range whose
@@ -188,7 +188,7 @@ class PrefixGroups:
         self.num_read = self.num_saved = 0
         self._numbers: list[int | None] = []  # the manager's numbers of the last step's sequences
         self._blocks: dict[int, bytes] = {}  # the first blocks of each of them
-        self._growing: set[int] = set()  # sequences whose prompt was not complete
+        self._growing: set[int] = set()  # beams, and sequences whose prompt was not complete
         self._sorted: list[tuple[bytes, int]] = []  # (first blocks, number)
         self._common: list[int] = []  # blocks that each of these has in common with the one before it
         self._cascade: Cascade | None = None
@@ -238,7 +238,8 @@ class PrefixGroups:
             if self._blocks.get(number) != blocks:
                 self._remove(number)
                 self._insert(number, blocks)
-            if entry.start < entry.sequence.request.num_prompt:
+            request = entry.sequence.request
+            if request.beam is not None or entry.start < request.num_prompt:
                 self._growing.add(number)
             else:
                 self._growing.discard(number)
@@ -247,9 +248,10 @@ class PrefixGroups:
         self._order = [] if self._cascade is None else [places[number] for _, number in self._sorted]
 
     def _first_blocks(self, entry: Entry) -> bytes:
-        """Return the full blocks of a sequence that others can have as well: those of its prompt."""
-        table = self.manager.table
-        count = min(entry.start, entry.sequence.request.num_prompt) // self.manager.block_size
+        """Return the full blocks that others can have as well: those of the prompt, and of a beam all."""
+        table, request = self.manager.table, entry.sequence.request
+        shared = entry.start if request.beam is not None else min(entry.start, request.num_prompt)
+        count = shared // self.manager.block_size
         begin = entry.row * table.max_blocks
         return table.slices[begin : begin + count].tobytes()
 

@@ -53,7 +53,8 @@ class Tables:
         if what == "create" and len(self.requests) < 8:
             prompt = self.prompt()
             number = manager.create(prompt)
-            self.requests[number] = SimpleNamespace(num_prompt=len(prompt), prompt=prompt)
+            beam = draw.choice((None, BeamSearchParams(2, 9)))
+            self.requests[number] = SimpleNamespace(num_prompt=len(prompt), prompt=prompt, beam=beam)
         elif what == "fork" and resident and len(self.requests) < 8:
             parent = draw.choice(resident)
             if manager.length(parent) >= self.requests[parent].num_prompt:
@@ -130,12 +131,11 @@ def test_groups_of_random_tables_save_the_most_that_is_possible(seed, monkeypatc
         entries = world.step()
         ordered, cascade = grouped(world.groups, entries)
         assert sorted(map(id, ordered)) == sorted(map(id, entries))
-        tables = [
-            world.manager.blocks(entry.sequence.block_sequence)[
-                : min(entry.start, entry.sequence.request.num_prompt) // SIZE
-            ]
-            for entry in ordered
-        ]
+        tables = []
+        for entry in ordered:
+            request = entry.sequence.request
+            shared = min(entry.start, request.num_prompt) if request.beam is None else entry.start
+            tables.append(world.manager.blocks(entry.sequence.block_sequence)[: shared // SIZE])
         by_one, by_two = (most_saved(tables, levels) * SIZE for levels in (1, 2))
         most = by_two if by_one >= least and by_two - by_one >= least else by_one * (by_one >= least)
         saved.append(0 if cascade is None else cascade.saved)
@@ -158,7 +158,7 @@ def test_levels_that_save_too_little_are_left_out(monkeypatch):
     for i, number in enumerate(numbers):
         manager.reserve(number, 8 if i < 2 else 1)
     twins = [manager.fork(number) for number in numbers[:1]]  # shares 4 blocks, all five share 2
-    numbers, request = numbers + twins, SimpleNamespace(num_prompt=17)
+    numbers, request = numbers + twins, SimpleNamespace(num_prompt=17, beam=None)
     sequences = [SimpleNamespace(block_sequence=number, request=request) for number in numbers]
     entries = [
         Entry(sequence, manager.length(number), 1, manager.table.row(number), ())
@@ -502,13 +502,25 @@ def test_by_default_there_are_no_groups_beside_long_chunks(monkeypatch):
 
 
 def test_beams_in_groups_are_those_without(monkeypatch):
+    """Groups have what beams have in common: the prompt, and full blocks of their answers."""
     used = levels_used(monkeypatch)
     llm, plain = with_groups(monkeypatch, "llama3", {})
+    launch, of_answers = llm.engine.runner.launch, []
+
+    def launched(schedule):
+        for cascade in schedule.cascades:
+            for group in itertools.chain.from_iterable(cascade.levels):
+                request = schedule.entries[group.start].sequence.request
+                of_answers.append(group.end - request.num_prompt)
+        return launch(schedule)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", launched)
     for _ in range(2):
         outputs, expected = (one.beam_search(NESTED[:4], BeamSearchParams(3, LENGTH)) for one in (llm, plain))
         for output, wanted in zip(outputs, expected, strict=True):
             assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
     assert used == {-1: {1, 2}}
+    assert SIZE <= max(of_answers) < LENGTH
 
 
 def test_common_blocks_are_read_once_in_a_step(monkeypatch):

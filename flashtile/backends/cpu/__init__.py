@@ -60,8 +60,8 @@ def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)``."""
-    if problem.partial and problem.out_dtype != problem.dtype:
-        return _wide(prepare_forward(*_widened(problem)))
+    if problem.out_dtype != problem.dtype:
+        return _in_float32(problem, prepare_forward, configure_forward)
     attend = with_exact_products(_prepare_attend(problem, config))
     if not problem.sink:
         return attend
@@ -80,13 +80,12 @@ def prepare_tangents(problem: Problem, config: Tiled) -> Any:
 
     The tangents of q, k and v may be None.
     """
-    if problem.partial and problem.out_dtype != problem.dtype:
-        wide = replace(problem, dtype=problem.out_dtype)
-        return _wide(prepare_tangents(wide, configure_tangents(wide)))
+    if problem.out_dtype != problem.dtype:
+        return _in_float32(problem, prepare_tangents, configure_tangents)
 
     def dense(own: Problem, *arguments: Any) -> Any:
-        *tensors, optional = arguments
-        return tiled.tangents(own, config, tensors[:3], tensors[3:], optional)
+        q, k, v, *moving, optional = arguments
+        return tiled.forward(own, config, q, k, v, optional, moving)
 
     def launch(*arguments: Any) -> Any:
         tensors, given, extras = arguments[:3], arguments[3:6], arguments[6]
@@ -170,8 +169,8 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
 
     ``dlse`` may be None. With score or mask functions, the gradients of the captured tensors follow.
     """
-    if problem.partial and problem.out_dtype != problem.dtype:
-        return _wide(prepare_backward(*_widened(problem)))
+    if problem.out_dtype != problem.dtype:
+        return _in_float32(problem, prepare_backward, configure_backward)
     parts_of = _parts_of(problem, config)
 
     def dense(own: Problem, dout: Tensor, dlse: Tensor | None, *tensors: Any) -> Any:
@@ -201,17 +200,14 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
     return with_exact_products(launch)
 
 
-def _widened(problem: Problem) -> tuple[Problem, Config]:
-    wide = replace(problem, dtype=problem.out_dtype)
-    return wide, configure_forward(wide)
-
-
-def _wide(launch: Any) -> Any:
-    """Return ``launch`` with all tensors before ``extras`` cast to float32, so that results are float32.
+def _in_float32(problem: Problem, prepare: Callable[..., Any], configure: Callable[..., Any]) -> Any:
+    """Return a launch of 16-bit tensors that computes in float32, so that results are float32.
 
     Partial results are merged later. If they were rounded to 16 bits before, the merged one would be rounded
     twice.
     """
+    wide = replace(problem, dtype=problem.out_dtype)
+    launch = prepare(wide, configure(wide))
 
     def widened(*arguments: Any) -> Any:
         *tensors, extras = arguments

@@ -67,7 +67,7 @@ from flashtile.problems.attention import NO_EXTRAS, ModifiedExtras, OptionalTens
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masks import LISTS, Mods
 from flashtile.problems.statistics import MaxLogitsOptions, MaxLogitsProblem, MaxLogitsTensors
-from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, only_case, words
 from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 
@@ -262,11 +262,10 @@ def _tangents_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
         with compiling_for(capability):
             config = choose_tangents(problem)
         q, k, v, extras = inputs_of(problem)
-        launch = PortableTangentsLaunch(problem, config)
-        (launched,) = launches_of(capability, partial(launch, q, k, v, q, k, v, extras))
+        call = partial(PortableTangentsLaunch(problem, config), q, k, v, q, k, v, extras)
         on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
         name = f"tangents {dtype} head_dim {head_dim} {variant}"
-        yield case_of(launched, name, tensor_cores=on_tensor_cores)
+        yield only_case(capability, call, name, tensor_cores=on_tensor_cores)
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
@@ -280,12 +279,10 @@ def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator
     for head_dim in (64, 128):
         problem = _with_form(_sized(PLAIN, head_dim, **FEATURES), form, top)
         config = for_general_masks(row_for(capability, 2, head_dim, windowed=True))
-        yield case_of(
-            _weights_launch(capability, problem, config), f"weights bf16 head_dim {head_dim} {name}"
-        )
+        yield _weights_case(capability, problem, config, f"weights bf16 head_dim {head_dim} {name}")
     problem = _with_form(WITH_MODS, form, top)
     config = row_with_functions(problem, family, 2, 64)
-    yield case_of(_weights_launch(capability, problem, config), f"modified weights bf16 head_dim 64 {name}")
+    yield _weights_case(capability, problem, config, f"modified weights bf16 head_dim 64 {name}")
 
 
 def _max_logits_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
@@ -294,15 +291,16 @@ def _max_logits_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     offsets = MaxLogitsTensors(meta(3, dtype=torch.int32))
     for name, rows, given in (("of a batch", of_batch, MaxLogitsTensors()), ("packed", packed, offsets)):
         launch = MaxLogitsLaunch(MaxLogitsProblem.from_tensors(rows, given, MaxLogitsOptions()))
-        (launched,) = launches_of(capability, partial(launch, rows, given))
-        yield case_of(launched, f"largest scores {name}", tensor_cores=False)
+        call = partial(launch, rows, given)
+        yield only_case(capability, call, f"largest scores {name}", tensor_cores=False)
 
 
-def _weights_launch(capability: tuple[int, int], problem: WeightsProblem, forward: Config) -> Launched:
+def _weights_case(
+    capability: tuple[int, int], problem: WeightsProblem, forward: Config, name: str
+) -> CompileCase:
     q, k, _, extras = inputs_of(problem)
     launch = WeightsLaunch(problem, of_forward(problem, forward))
-    (launched,) = launches_of(capability, partial(launch, q, k, meta(*problem.lse_shape), extras))
-    return launched
+    return only_case(capability, partial(launch, q, k, meta(*problem.lse_shape), extras), name)
 
 
 def _sized(problem: Problem, head_dim: int, length: int | None = None, **fields: Any) -> Problem:
@@ -333,8 +331,7 @@ def _all_reduce_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
         ("join", rows, None, all_reduce.JOIN),
     ):
         call = partial(all_reduce.all_reduce, part, residual, **shared, result=result.value)
-        (launched,) = launches_of(capability, call)
-        yield case_of(launched, f"all-reduce bf16 {name}", tensor_cores=False)
+        yield only_case(capability, call, f"all-reduce bf16 {name}", tensor_cores=False)
 
 
 GROUPED = replace(PLAIN, num_heads_kv=2)
@@ -570,45 +567,32 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
     # With unequal head sizes, dK and dV have shared memory of their own.
     yield from _products("features", replace(_GROUPED_FEATURES, head_dim=256, head_dim_v=128), _SHARED)
     parts = replace(GROUPED, head_dim=72, head_dim_v=128)
-    first = backward_alternatives(parts)[0]
-    first = replace(first, HEAD_SPLITS=_SHARED.heads, ROW_SPLITS=_SHARED.rows)
-    yield only(
-        sum_parts_kernel,
-        _backward(parts, first),
-        name="hopper backward sum of parts head_dim 72/128",
-        tensor_cores=False,
-    )
+    config = replace(backward_alternatives(parts)[0], HEAD_SPLITS=_SHARED.heads, ROW_SPLITS=_SHARED.rows)
+    name = "hopper backward sum of parts head_dim 72/128"
+    yield only(sum_parts_kernel, _backward(parts, config), name=name, tensor_cores=False)
     for kind in MODIFIED:
         for name, problem in modified(kind):
             yield from _modified(kind, name, problem)
     for name, problem in modified("bias"):
         problem = replace(problem, varlen=False, seqused_k=False, bias_grad=True)
-        case = only(gradient_kernel, _backward(problem, backward_alternatives(problem)[0]))
+        case = only(gradient_kernel, _backward(problem))
         variant = case.constants["C"]
         tile = f"{variant.BLOCK_M}x{variant.BLOCK_N}"
         yield replace(case, name=f"hopper bias gradient head_dim {problem.head_dim} {tile} {name}")
     with_sink = _sized(PLAIN, 128, sink=True)
-    yield only(
-        preprocess_kernel,
-        _backward(with_sink, backward_alternatives(with_sink)[0], has_dlse=True),
-        name="hopper backward preprocess head_dim 128",
-        tensor_cores=False,
-    )
+    name = "hopper backward preprocess head_dim 128"
+    yield only(preprocess_kernel, _backward(with_sink, has_dlse=True), name=name, tensor_cores=False)
     # The longest of these sequences has half of the tokens, so that programs find theirs.
-    packed = replace(with_sink, varlen=True, batch=8, window_right=0)
-    cases = _backward(packed, backward_alternatives(packed)[0], has_dlse=True)
-    name = "hopper backward preprocess head_dim 128 packed"
-    yield only(preprocess_kernel, cases, name=name, tensor_cores=False)
+    cases = _backward(replace(with_sink, varlen=True, batch=8, window_right=0), has_dlse=True)
+    yield only(preprocess_kernel, cases, name=f"{name} packed", tensor_cores=False)
     yield only(tile_table_kernel, cases, name="hopper backward tile table", tensor_cores=False)
 
 
 def _backward(
-    problem: Problem,
-    config: BackwardConfig,
-    bias: Tensor | None = None,
-    has_dlse: bool = False,
+    problem: Problem, config: BackwardConfig | None = None, bias: Tensor | None = None, has_dlse: bool = False
 ) -> list[CompileCase]:
-    """Return the cases of all kernels of a backward pass."""
+    """Return the cases of all kernels of a backward pass, by default in the first of its configurations."""
+    config = config or backward_alternatives(problem)[0]
     q, k, v, extras = hopper_inputs(problem, bias)
     out, lse = meta(*problem.out_shape, dtype=problem.out_dtype), meta(*problem.lse_shape)
     given = (out, lse if has_dlse else None, q, k, v, out, lse, extras)
@@ -649,7 +633,7 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
         biases.append(shared.expand(problem.batch, -1, -1, -1).contiguous())
     for bias in biases:
         own = replace(problem, bias_grad=bias is not shared)
-        for case in _backward(own, backward_alternatives(own)[0], bias):
+        for case in _backward(own, bias=bias):
             if case.kernel in (backward_kernel, dkv_kernel, *_DQ):
                 variant = case.constants["C"]
                 sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"

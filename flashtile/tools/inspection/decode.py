@@ -48,7 +48,7 @@ from flashtile.problems.decode import (
     DecodeProblem,
     NoTensors,
 )
-from flashtile.tools.inspection.recording import TYPE_NAMES, case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.recording import TYPE_NAMES, cases_of, meta, only, only_case, words
 from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 PAGED = DecodeProblem(
@@ -163,22 +163,20 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield from _mass_cases(name, replace(PAGED, **features), capability)
     out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
     combine = CombineProblem.from_tensors(out, lse, NoTensors(), CombineOptions(torch.bfloat16))
-    (launched,) = launches_of(capability, partial(CombineLaunch(combine), out, lse))
-    yield case_of(launched, "decode combine given", tensor_cores=False)
+    call = partial(CombineLaunch(combine), out, lse)
+    yield only_case(capability, call, "decode combine given", tensor_cores=False)
     if not architecture(arch).amd:
         exchanged = exchange_variant(2, 2048, 128)
         memories, calls = meta(2, dtype=torch.int64), meta(exchanged.PROGRAMS, dtype=torch.int64)
         call = partial(exchange, out[0], lse[0], memories, calls, 0, exchanged, torch.bfloat16, 60.0)
-        (launched,) = launches_of(capability, call)
-        yield case_of(launched, "decode exchange", tensor_cores=False)
+        yield only_case(capability, call, "decode exchange", tensor_cores=False)
     for dtype in (torch.bfloat16, FP8):
         for packed in (False, True):
             yield _append_case(dtype, capability, packed)
     cache = meta(1, 1024, COPY_TILE // 128 // 8, 8, 128, dtype=torch.bfloat16)
     copied = (cache, cache, meta(4, 2, dtype=torch.int32), CopyTensors())
     copy = CopyLaunch(CopyProblem.from_tensors(*copied, CopyOptions()))
-    (launched,) = launches_of(capability, partial(copy, *copied))
-    yield case_of(launched, "decode copy blocks", tensor_cores=False)
+    yield only_case(capability, partial(copy, *copied), "decode copy blocks", tensor_cores=False)
 
 
 def inputs_of(problem: DecodeProblem) -> tuple[Tensor, Tensor, Tensor, CacheTensors]:
@@ -280,9 +278,8 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
     given = (cache, cache, new, new, tensors)
     with compiling_for(capability):
         launch = AppendLaunch(AppendProblem.from_tensors(*given, options))
-    (launched,) = launches_of(capability, partial(launch, *given))
     name = f"decode append {TYPE_NAMES[dtype]}{' packed' if packed else ''}"
-    return case_of(launched, name, tensor_cores=False)
+    return only_case(capability, partial(launch, *given), name, tensor_cores=False)
 
 
 def _appending_case(head_dim: int, invariant: bool, capability: tuple[int, int]) -> CompileCase:
@@ -300,9 +297,9 @@ def _appending_case(head_dim: int, invariant: bool, capability: tuple[int, int])
         append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
         chosen = config.choose(problem)
         launch = AppendingLaunch(problem, chosen, append)
-    (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
+    case, *_ = cases_of(capability, partial(launch, queries, *given, appended, tensors))
     name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending" + " invariant" * invariant
-    return case_of(launched, name)
+    return replace(case, name=name)
 
 
 _H100 = Target("H100", (9, 0), 132)

@@ -180,11 +180,11 @@ def shared_prompts(
     parent = torch.tensor(parents, device="cpu")
     lengths = torch.tensor([len(segment) for segment in segments], device="cpu")
     cu_seqlens, is_answer = F.pad(lengths.cumsum(0), (1, 0)), parent >= 0
+    # The first position of an answer's segment is the length of its root.
     total, first = int(cu_seqlens[-1]), torch.where(is_answer, lengths[parent], 0)
     position_ids = torch.arange(total, device="cpu") + (first - cu_seqlens[:-1]).repeat_interleave(lengths)
     of_answers = lengths[is_answer]
     kept = is_answer.repeat_interleave(lengths).nonzero()[:, 0]
-    answer_ids = torch.arange(len(of_answers), device="cpu").repeat_interleave(of_answers)
     mask_of = partial(create_tree_mask, cu_seqlens, parent, total, found.device)
     masks, window = {UNLIMITED: mask_of()}, _window(config)
     if window is not None:
@@ -200,7 +200,7 @@ def shared_prompts(
         masks,
         placed(kept),
         placed(torch.cat(labels))[None],
-        placed(answer_ids),
+        placed(torch.repeat_interleave(of_answers)),
         [of.tolist() for of in of_answers.split([len(of_prompt) for of_prompt in answers])],
         cu_seqlens,
         parent,

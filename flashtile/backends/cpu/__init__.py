@@ -87,13 +87,15 @@ def prepare_tangents(problem: Problem, config: Tiled) -> Any:
         q, k, v, *moving, optional = arguments
         return tiled.forward(own, config, q, k, v, optional, moving)
 
+    parts_of = _parts_of(problem, config)
+
     def launch(*arguments: Any) -> Any:
         tensors, given, extras = arguments[:3], arguments[3:6], arguments[6]
         moving = (torch.zeros_like(x) if t is None else t for x, t in zip(tensors, given, strict=True))
-        if problem.varlen or problem.seqused_q or problem.seqused_k:
-            results = parts.forward(dense, parts.sequences, problem, *tensors, *moving, extras)
-        else:
+        if parts_of is None:
             results = dense(problem, *tensors, *moving, optional_inputs(problem, extras, with_gradients=True))
+        else:
+            results = parts.forward(dense, parts_of, problem, *tensors, *moving, extras)
         if problem.sink:
             out, lse, *tangents = results
             _join_sink(out, lse, extras, None, tangents)
@@ -109,7 +111,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
         chosen = config.backward_lse if optional.masks else config.forward  # a part may need a mask
         return _module(chosen).forward(own, chosen, q, k, v, optional)
 
-    parts_of = _parts_of(problem, config)
+    parts_of = _parts_of(problem, config.forward)
     if parts_of is not None:
         return partial(parts.forward, dense, parts_of, problem)
     if isinstance(config.forward, Fused):
@@ -117,9 +119,9 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
     return lambda q, k, v, extras: dense(problem, q, k, v, optional_inputs(problem, extras))
 
 
-def _parts_of(problem: Problem, config: Config) -> Any:
+def _parts_of(problem: Problem, config: Fused | Tiled) -> Any:
     """Return the function that splits a call into dense calls, or None if the call is dense."""
-    if parts.has_only_padding(problem) and isinstance(config.forward, Fused):
+    if parts.has_only_padding(problem) and isinstance(config, Fused):
         return parts.without_padding
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
@@ -171,7 +173,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
     """
     if problem.out_dtype != problem.dtype:
         return _in_float32(problem, prepare_backward, configure_backward)
-    parts_of = _parts_of(problem, config)
+    parts_of = _parts_of(problem, config.forward)
 
     def dense(own: Problem, dout: Tensor, dlse: Tensor | None, *tensors: Any) -> Any:
         *_, optional = tensors

@@ -110,7 +110,7 @@ def second_derivative(ctx: Any, needed: tuple[bool, ...], *cotangents: Any) -> t
     own |= unpack(cotangents[4], extras, options)
     asked = [own[name] for name in learned]
     of_results, found = derivatives.of_pass(
-        lambda given, inputs: derivatives.gradients(attend, *given, inputs),
+        lambda given, inputs: derivatives.gradients(attend, given[0], given[1], inputs),
         [*cotangents[:3], *asked], tensors[:2], (*tensors[2:], *learned.values()),
     )  # fmt: skip
     of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (*of_results, *found), strict=True))

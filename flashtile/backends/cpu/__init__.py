@@ -84,8 +84,8 @@ def prepare_tangents(problem: Problem, config: Tiled) -> Any:
         return _in_float32(problem, prepare_tangents, configure_tangents)
 
     def dense(own: Problem, *arguments: Any) -> Any:
-        q, k, v, *moving, optional = arguments
-        return tiled.forward(own, config, q, k, v, optional, moving)
+        q, k, v, of_q, of_k, of_v, optional = arguments
+        return tiled.forward(own, config, q, k, v, optional, (of_q, of_k, of_v))
 
     parts_of = _parts_of(problem, config)
 

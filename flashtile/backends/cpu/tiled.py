@@ -29,7 +29,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     optional: OptionalInputs,
-    moving: Sequence[Tensor] = (),
+    moving: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
 
@@ -39,8 +39,11 @@ def forward(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     shape = (q.shape[0], q.shape[2], q.shape[1])
     lse = clear_lse(new_lse(q, shape, problem.lse_dtype, problem.statistics), problem.statistics)
-    results = (out, lse, torch.zeros_like(out), torch.zeros_like(lse)) if moving else (out, lse)
-    tangents = chunks(problem, config, *moving, optional) if moving else itertools.repeat(None)
+    results: tuple[Tensor, ...] = out, lse
+    tangents: Iterator[Chunk | None] = itertools.repeat(None)
+    if moving is not None:
+        results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
+        tangents = chunks(problem, config, *moving, optional)
     for chunk, of_tangents in zip(chunks(problem, config, q, k, v, optional), tangents, strict=False):
         for rows in chunk.row_blocks():
             chunk.store(rows, results, _forward_rows(chunk, rows, problem.statistics, of_tangents))

@@ -388,7 +388,7 @@ def bias_of(problem: Problem) -> Tensor | None:
 
 _GROUPED_CAUSAL = replace(GROUPED, window_right=0)
 _EVERYTHING = FEATURES | {"sink": True}
-_UNGROUPED = {"num_heads_kv": GROUPED.num_heads_q}
+_UNGROUPED: dict[str, Any] = {"num_heads_kv": GROUPED.num_heads_q}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""
 

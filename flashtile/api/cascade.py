@@ -132,11 +132,6 @@ def flash_attn_with_shared_prefix(
         except ERRORS as error:
             names = {"cache_seqlens": "prefix_seqlens", "cu_seqlens_q": "cu_prefix_groups"}
             raise renamed(error, names) from None
-        if of_sequences is None:
-            assert cu_prefix_groups is not None
-            sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
-            group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
-            of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
         own = own._replace(cache_leftpad=of_sequences)  # hides the prefix; other keys keep their positions
     out, lse = decode((q, k_cache, v_cache), own, options, buffers)
     return (out, lse) if return_softmax_lse else out
@@ -144,11 +139,8 @@ def flash_attn_with_shared_prefix(
 
 def _prefixes(
     q: Tensor, prefix_seqlens: int | Tensor, cu_prefix_groups: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the prefix length of each group, (num_groups,), and of each sequence, (batch,), both int32.
-
-    The second is None if it depends on the values of ``cu_prefix_groups``.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Return the prefix length of each group, (num_groups,), and of each sequence, (batch,), both int32."""
     batch = q.shape[0]
     if not isinstance(prefix_seqlens, Tensor):
         groups = 1 if cu_prefix_groups is None else cu_prefix_groups.shape[0] - 1
@@ -156,7 +148,9 @@ def _prefixes(
         return lengths[:groups], lengths[:batch]
     if cu_prefix_groups is None:
         return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
-    return prefix_seqlens, None
+    sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
+    group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
+    return prefix_seqlens, prefix_seqlens[group.clamp(max=prefix_seqlens.shape[0] - 1)]
 
 
 def cascade_with_kvcache(

@@ -231,11 +231,11 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     choices = []
     for operation, problem, backend in described_calls(attention, arguments, keywords, card):
         choices.append(choose(operation, problem, backend))
-        if operation is FORWARD and problem.invariant and choices[-1].backend is None:
-            raise NotImplementedError(
-                "invariant must be False where no forward kernel has the bits of single tokens, got True: "
-                "explain flash_attn_with_kvcache instead"
-            )
         if operation is FORWARD:
+            if problem.invariant and choices[-1].backend is None:
+                raise NotImplementedError(
+                    "invariant must be False where no forward kernel has the bits of single tokens, got "
+                    "True: explain flash_attn_with_kvcache instead"
+                )
             choices.append(choose(BACKWARD, problem, backend))
     return Explanation(tuple(choices))

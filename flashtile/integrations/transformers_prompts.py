@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -166,7 +167,6 @@ def shared_prompts(
             f"answers must have a list for each of the {len(prompts)} prompts, got {len(answers)} lists"
         )
     segments: list[Tensor] = []
-    positions: list[Tensor] = []
     parents: list[int] = []
     labels: list[Tensor] = []
     for i, (prompt, of_prompt) in enumerate(zip(prompts, answers, strict=True)):
@@ -175,27 +175,21 @@ def shared_prompts(
         own = [_as_tokens(f"answers[{i}][{j}]", one, config.vocab_size) for j, one in enumerate(of_prompt)]
         last = len(prompt) - 1
         segments += [prompt[:last], *(torch.cat((prompt[last:], answer[:-1])) for answer in own)]
-        positions += [
-            torch.arange(last, device="cpu"),
-            *(torch.arange(last, last + len(answer), device="cpu") for answer in own),
-        ]
-        parents += [-1, *(root for _ in own)]
+        parents += [-1] + [root] * len(own)
         labels += own
     parent = torch.tensor(parents, device="cpu")
     lengths = torch.tensor([len(segment) for segment in segments], device="cpu")
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    position_ids, total = torch.cat(positions), int(cu_seqlens[-1])
-    of_answers = lengths[parent >= 0]
-    kept = (parent >= 0).repeat_interleave(lengths).nonzero()[:, 0]
-    answer_ids = torch.arange(len(of_answers), device="cpu").repeat_interleave(of_answers)
-    whole = create_tree_mask(cu_seqlens, parent, total, found.device)
-    masks, window = {UNLIMITED: whole}, _window(config)
+    cu_seqlens, is_answer = F.pad(lengths.cumsum(0), (1, 0)), parent >= 0
+    # The first position of an answer's segment is the length of its root.
+    total, first = int(cu_seqlens[-1]), torch.where(is_answer, lengths[parent], 0)
+    position_ids = torch.arange(total, device="cpu") + (first - cu_seqlens[:-1]).repeat_interleave(lengths)
+    of_answers = lengths[is_answer]
+    kept = is_answer.repeat_interleave(lengths).nonzero()[:, 0]
+    mask_of = partial(create_tree_mask, cu_seqlens, parent, total, found.device)
+    masks, window = {UNLIMITED: mask_of()}, _window(config)
     if window is not None:
-        masks[window - 1] = whole
-        if window <= int(position_ids.max()):  # it hides a key
-            masks[window - 1] = create_tree_mask(
-                cu_seqlens, parent, total, found.device, window_left=window - 1
-            )
+        hides_keys = window <= int(position_ids.max())
+        masks[window - 1] = mask_of(window_left=window - 1) if hides_keys else masks[UNLIMITED]
 
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(found.device, non_blocking=True)
@@ -206,7 +200,7 @@ def shared_prompts(
         masks,
         placed(kept),
         placed(torch.cat(labels))[None],
-        placed(answer_ids),
+        placed(torch.repeat_interleave(of_answers)),
         [of.tolist() for of in of_answers.split([len(of_prompt) for of_prompt in answers])],
         cu_seqlens,
         parent,

@@ -182,8 +182,13 @@ class TangentsOperation(Operation):
 
     def normalized(self, tensors: tuple) -> tuple:
         """Return the tensors with tangents that have the strides of their tensors, as kernels read them."""
-        pairs = zip(*map(_with_equal_strides, tensors[:3], tensors[3:]), strict=True)
-        return tuple(tensor for some in pairs for tensor in some)
+        own, tangents = list(tensors[:3]), list(tensors[3:])
+        for i, (tensor, tangent) in enumerate(zip(own, tangents, strict=True)):
+            if tangent is None or has_no_memory(tangent):  # torch's zero tensors, which autograd makes
+                tangents[i] = None
+            elif tensor.stride() != tangent.stride():
+                own[i], tangents[i] = tensor.contiguous(), tangent.contiguous()
+        return *own, *tangents
 
     def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
         """Return a launch: standard attention if no backend serves the call, or if it has statistics."""
@@ -198,14 +203,6 @@ class TangentsOperation(Operation):
             )
 
         return launch
-
-
-def _with_equal_strides(tensor: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if tangent is None or has_no_memory(tangent):  # torch's zero tensors, which autograd makes
-        return tensor, None
-    if tensor.stride() == tangent.stride():
-        return tensor, tangent
-    return tensor.contiguous(), tangent.contiguous()
 
 
 @dataclass(slots=True)

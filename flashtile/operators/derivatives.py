@@ -108,18 +108,14 @@ def of_pass(
     ``cotangents`` are the gradients of its results. Returns the gradients of ``optional``, None for each that
     is None, and those of ``tensors``.
     """
-    given = [tensor for tensor in optional if tensor is not None]
+    places = range(len(optional))
 
-    def in_order(some: Sequence[Tensor]) -> list[Tensor | None]:
-        own = iter(some)
-        return [None if tensor is None else next(own) for tensor in optional]
+    def of_given(given: dict[int, Tensor], *others: Tensor) -> tuple[Tensor, ...]:
+        return run(list(map(given.get, places)), others)
 
-    def of_given(*arguments: Tensor) -> tuple[Tensor, ...]:
-        return run(in_order(arguments[: len(given)]), arguments[len(given) :])
-
-    results, pull, *_ = torch.func.vjp(of_given, *given, *tensors)
-    found = pull(_filled(cotangents, results))
-    return in_order(found[: len(given)]), list(found[len(given) :])
+    results, pull, *_ = torch.func.vjp(of_given, _given(optional), *tensors)
+    of_optional, *others = pull(_filled(cotangents, results))
+    return list(map(of_optional.get, places)), others
 
 
 def along(
@@ -130,21 +126,23 @@ def along(
     Gradients are linear in the cotangents, and their derivative by these is the tangent. So reverse mode is
     enough, which nests in every transform. Two levels of forward mode do not nest outside of ``torch.func``.
     """
-    given = [i for i, direction in enumerate(directions) if direction is not None]
-
-    def of_given(*moving: Tensor) -> tuple[Tensor, Tensor]:
-        every = list(tensors)
-        for i, tensor in zip(given, moving, strict=True):
-            every[i] = tensor
-        return attend(*every)
-
+    given = _given(directions)
     if not given:
         results = attend(*tensors)
         return *results, *map(torch.zeros_like, results)
-    results, pull, *_ = torch.func.vjp(of_given, *(tensors[i] for i in given))
+
+    def of_moving(moving: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        return attend(*(moving.get(i, tensor) for i, tensor in enumerate(tensors)))
+
+    results, pull, *_ = torch.func.vjp(of_moving, {i: tensors[i] for i in given})
     _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
-    (found,) = push(tuple(directions[i] for i in given))
+    (found,) = push((given,))
     return *results, *found
+
+
+def _given(tensors: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the tensors that are not None, by their index."""
+    return {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
 
 
 def _filled(cotangents: Sequence[Tensor | None], results: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -278,7 +278,10 @@ def _vmap(
     extras, options = OptionalTensors(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
     dim_of = dict(zip(OptionalTensors._fields, in_dims[num_tensors:], strict=False))
-    _refuse_varlen(extras.cu_seqlens_q)
+    if extras.cu_seqlens_q is not None:
+        raise NotImplementedError(
+            "cu_seqlens_q must be None under vmap, got a tensor: put the sequences of all samples in one call"
+        )
     if len(options) > _NUM_OPTIONS or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
     flat = []
@@ -291,7 +294,12 @@ def _vmap(
     used = extras.seqused_k
     if used is not None:
         used = _samples_first(used, dim_of["seqused_k"], samples).flatten().contiguous()
-    slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
+    slopes, dim = extras.alibi_slopes, dim_of["alibi_slopes"]
+    if slopes is not None and not (dim is None and slopes.dim() == 1):  # else all samples share (heads,)
+        slopes = _samples_first(slopes, dim, samples)
+        if slopes.dim() == 2:
+            slopes = slopes[:, None].expand(-1, batch, -1)
+        slopes = slopes.flatten(0, 1)
     results = operator(*flat, *OptionalTensors(seqused_k=used, alibi_slopes=slopes), *options)
     # Without a sink, dsink is an empty vector that all samples share.
     out_dims = tuple(None if t.dim() == 1 else 0 for t in results)
@@ -319,23 +327,6 @@ def _one_by_one(
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def _refuse_varlen(cu_seqlens_q: Tensor | None) -> None:
-    if cu_seqlens_q is not None:
-        raise NotImplementedError(
-            "cu_seqlens_q must be None under vmap, got a tensor: put the sequences of all samples in one call"
-        )
-
-
 def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
     """Move the mapped dimension to the front; a tensor that is not mapped is expanded to all samples."""
     return tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _slopes_by_batch(alibi_slopes: Tensor | None, dim: int | None, samples: int, batch: int) -> Tensor | None:
-    """Return slopes (heads,) unchanged if all samples share them, otherwise (samples * batch, heads)."""
-    if alibi_slopes is None or (dim is None and alibi_slopes.dim() == 1):
-        return alibi_slopes
-    slopes = _samples_first(alibi_slopes, dim, samples)
-    if slopes.dim() == 2:
-        slopes = slopes[:, None].expand(-1, batch, -1)
-    return slopes.flatten(0, 1)

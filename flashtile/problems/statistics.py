@@ -34,22 +34,15 @@ class MaxLogitsProblem:
     length: int
     """Rows of a head: of one sequence, or of all packed sequences."""
     varlen: bool
-    strides: tuple[int, int, int]
+    strides: tuple[int, ...]
     """Strides of the rows between sequences (0 if they are packed), heads and rows, in elements."""
     dtype: torch.dtype
     device: Any
 
     @staticmethod
     def from_tensors(rows: Tensor, tensors: MaxLogitsTensors, options: MaxLogitsOptions) -> MaxLogitsProblem:
-        varlen = tensors.cu_seqlens_q is not None
-        batch = rows.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
-        of_batch, of_head, of_row = (0, *rows.stride()) if varlen else rows.stride()
-        return MaxLogitsProblem(
-            batch,
-            rows.shape[-2],
-            rows.shape[-1],
-            varlen,
-            (of_batch, of_head, of_row),
-            rows.dtype,
-            rows.device,
-        )
+        batch, strides, offsets = rows.shape[0], rows.stride(), tensors.cu_seqlens_q
+        if offsets is not None:
+            batch, strides = offsets.shape[0] - 1, (0, *strides)
+        *_, heads, length = rows.shape
+        return MaxLogitsProblem(batch, heads, length, offsets is not None, strides, rows.dtype, rows.device)

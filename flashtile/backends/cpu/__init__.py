@@ -60,8 +60,8 @@ def reason_against_forward(problem: Problem, explicit: bool) -> str | None:
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)``."""
-    if problem.partial and problem.out_dtype != problem.dtype:
-        return _wide(prepare_forward(*_widened(problem)))
+    if problem.out_dtype != problem.dtype:
+        return _in_float32(problem, prepare_forward, configure_forward)
     attend = with_exact_products(_prepare_attend(problem, config))
     if not problem.sink:
         return attend
@@ -80,21 +80,22 @@ def prepare_tangents(problem: Problem, config: Tiled) -> Any:
 
     The tangents of q, k and v may be None.
     """
-    if problem.partial and problem.out_dtype != problem.dtype:
-        wide = replace(problem, dtype=problem.out_dtype)
-        return _wide(prepare_tangents(wide, configure_tangents(wide)))
+    if problem.out_dtype != problem.dtype:
+        return _in_float32(problem, prepare_tangents, configure_tangents)
 
     def dense(own: Problem, *arguments: Any) -> Any:
-        *tensors, optional = arguments
-        return tiled.tangents(own, config, tensors[:3], tensors[3:], optional)
+        q, k, v, of_q, of_k, of_v, optional = arguments
+        return tiled.forward(own, config, q, k, v, optional, (of_q, of_k, of_v))
+
+    parts_of = _parts_of(problem, config)
 
     def launch(*arguments: Any) -> Any:
         tensors, given, extras = arguments[:3], arguments[3:6], arguments[6]
         moving = (torch.zeros_like(x) if t is None else t for x, t in zip(tensors, given, strict=True))
-        if problem.varlen or problem.seqused_q or problem.seqused_k:
-            results = parts.forward(dense, parts.sequences, problem, *tensors, *moving, extras)
-        else:
+        if parts_of is None:
             results = dense(problem, *tensors, *moving, optional_inputs(problem, extras, with_gradients=True))
+        else:
+            results = parts.forward(dense, parts_of, problem, *tensors, *moving, extras)
         if problem.sink:
             out, lse, *tangents = results
             _join_sink(out, lse, extras, None, tangents)
@@ -110,7 +111,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
         chosen = config.backward_lse if optional.masks else config.forward  # a part may need a mask
         return _module(chosen).forward(own, chosen, q, k, v, optional)
 
-    parts_of = _parts_of(problem, config)
+    parts_of = _parts_of(problem, config.forward)
     if parts_of is not None:
         return partial(parts.forward, dense, parts_of, problem)
     if isinstance(config.forward, Fused):
@@ -118,9 +119,9 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
     return lambda q, k, v, extras: dense(problem, q, k, v, optional_inputs(problem, extras))
 
 
-def _parts_of(problem: Problem, config: Config) -> Any:
+def _parts_of(problem: Problem, config: Fused | Tiled) -> Any:
     """Return the function that splits a call into dense calls, or None if the call is dense."""
-    if parts.has_only_padding(problem) and isinstance(config.forward, Fused):
+    if parts.has_only_padding(problem) and isinstance(config, Fused):
         return parts.without_padding
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
@@ -170,9 +171,9 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
 
     ``dlse`` may be None. With score or mask functions, the gradients of the captured tensors follow.
     """
-    if problem.partial and problem.out_dtype != problem.dtype:
-        return _wide(prepare_backward(*_widened(problem)))
-    parts_of = _parts_of(problem, config)
+    if problem.out_dtype != problem.dtype:
+        return _in_float32(problem, prepare_backward, configure_backward)
+    parts_of = _parts_of(problem, config.forward)
 
     def dense(own: Problem, dout: Tensor, dlse: Tensor | None, *tensors: Any) -> Any:
         *_, optional = tensors
@@ -201,17 +202,14 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
     return with_exact_products(launch)
 
 
-def _widened(problem: Problem) -> tuple[Problem, Config]:
-    wide = replace(problem, dtype=problem.out_dtype)
-    return wide, configure_forward(wide)
-
-
-def _wide(launch: Any) -> Any:
-    """Return ``launch`` with all tensors before ``extras`` cast to float32, so that results are float32.
+def _in_float32(problem: Problem, prepare: Callable[..., Any], configure: Callable[..., Any]) -> Any:
+    """Return a launch of 16-bit tensors that computes in float32, so that results are float32.
 
     Partial results are merged later. If they were rounded to 16 bits before, the merged one would be rounded
     twice.
     """
+    wide = replace(problem, dtype=problem.out_dtype)
+    launch = prepare(wide, configure(wide))
 
     def widened(*arguments: Any) -> Any:
         *tensors, extras = arguments

@@ -10,6 +10,7 @@ gradients of TILE_HEADS heads.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,41 +23,30 @@ from flashtile.problems.masking import Masking, split
 
 
 def forward(
-    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
-) -> tuple[Tensor, Tensor]:
+    problem: Problem,
+    config: Tiled,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: OptionalInputs,
+    moving: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
 
-    Lengths are those of the tensors and may be 0; only masks and options are taken from ``problem``.
+    Lengths are those of the tensors and may be 0; only masks and options are taken from ``problem``. With
+    ``moving``, the tangents of q, k and v, those of out and lse follow.
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     shape = (q.shape[0], q.shape[2], q.shape[1])
     lse = clear_lse(new_lse(q, shape, problem.lse_dtype, problem.statistics), problem.statistics)
-    for chunk in chunks(problem, config, q, k, v, optional):
+    results: tuple[Tensor, ...] = out, lse
+    tangents: Iterator[Chunk | None] = itertools.repeat(None)
+    if moving is not None:
+        results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
+        tangents = chunks(problem, config, *moving, optional)
+    for chunk, of_tangents in zip(chunks(problem, config, q, k, v, optional), tangents, strict=False):
         for rows in chunk.row_blocks():
-            chunk.store(rows, (out, lse), _forward_rows(chunk, rows, problem.statistics))
-    return out, lse
-
-
-def tangents(
-    problem: Problem,
-    config: Tiled,
-    tensors: Sequence[Tensor],
-    moving: Sequence[Tensor],
-    optional: OptionalInputs,
-) -> tuple[Tensor, ...]:
-    """Return (out, lse) of ``tensors``, which are q, k and v, and their tangents.
-
-    ``moving`` are the tangents of q, k and v.
-    """
-    (q, k, v), (of_q, of_k, of_v) = tensors, moving
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
-    results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
-    given = chunks(problem, config, q, k, v, optional)
-    along = chunks(problem, config, of_q, of_k, of_v, optional)
-    for chunk, of_tangents in zip(given, along, strict=True):
-        for rows in chunk.row_blocks():
-            chunk.store(rows, results, _forward_rows(chunk, rows, (), of_tangents))
+            chunk.store(rows, results, _forward_rows(chunk, rows, problem.statistics, of_tangents))
     return results
 
 
@@ -107,7 +97,7 @@ def backward(
 
 
 def _forward_rows(
-    chunk: Chunk, rows: range, statistics: Sequence[str], moving: Chunk | None = None
+    chunk: Chunk, rows: range, statistics: Sequence[str], moving: Chunk | None
 ) -> tuple[Tensor, ...]:
     """Run Algorithm 1 for one block of rows. Return out (heads, rows, head_dim_v) and lse (heads, rows).
 

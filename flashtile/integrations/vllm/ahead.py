@@ -50,19 +50,17 @@ class Group(NamedTuple):
     """Whether steps have groups of sequences that share blocks."""
 
 
-def impls_of(group: Group, layer_names: Iterable[str]) -> list[Any]:
+def impls_of(config: Any, layer_names: Iterable[str]) -> list[Any]:
     """Return the layers with these names, as the builder's backend has made them."""
-    layers = group.config.compilation_config.static_forward_context
+    layers = config.compilation_config.static_forward_context
     return [layers[name].impl for name in layer_names]
 
 
 def warm_up(group: Group, layer_names: list[str]) -> None:
     """Compile and load the kernels of the layers of a group (:func:`paged_calls.warm_up`)."""
-
-    def calls() -> list[Source]:
-        return calls_of_layers(group, impls_of(group, layer_names))
-
-    paged_calls.warm_up(calls, group.device, logger)
+    paged_calls.warm_up(
+        lambda: calls_of_layers(group, impls_of(group.config, layer_names)), group.device, logger
+    )
 
 
 def calls_of_layers(group: Group, impls: Iterable[Any]) -> list[Source]:

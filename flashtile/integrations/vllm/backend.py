@@ -167,11 +167,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self.min_encoder_len = vllm_config.scheduler_config.max_num_batched_tokens
         # For some kinds of layers vLLM makes a subclass, whose method needs more of a batch than this one.
         build = partial(Builder.build, self, 0)
-        group = Group(build, self.min_queries, kv_cache_spec, vllm_config, torch.device(device))
-        if cascades() and any(impl.takes_groups for impl in impls_of(group, layer_names)):
-            group = group._replace(groups=True)
+        groups = cascades() and any(impl.takes_groups for impl in impls_of(vllm_config, layer_names))
+        group = Group(build, self.min_queries, kv_cache_spec, vllm_config, torch.device(device), groups)
         warm_up(group, layer_names)
-        if group.groups:
+        if groups:
             most = limits_of(group).max_num_seqs
             self._shared = SharedBlocks(most, kv_cache_spec.block_size, group.device)
 
@@ -208,8 +207,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
         Whether the step has groups depends on its sizes only, as a captured step's replays have other blocks.
         """
-        if self._shared is not None and step.causal:
-            step.groups = self._shared.find(step)
+        step.groups = None if self._shared is None or not step.causal else self._shared.find(step)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return the metadata of a captured step. Its layers read the cache, as all replays may have to."""
@@ -221,7 +219,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Return a copy of the metadata with the block table and slots of another group of layers."""
         updated = copy.copy(metadata)
         updated.block_table, updated.slot_mapping = blk_table[: len(metadata.seq_lens)], slot_mapping
-        updated.groups = None
         self._find_groups(updated)
         return updated
 

@@ -67,7 +67,7 @@ from flashtile.problems.attention import NO_EXTRAS, ModifiedExtras, OptionalTens
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masks import LISTS, Mods
 from flashtile.problems.statistics import MaxLogitsOptions, MaxLogitsProblem, MaxLogitsTensors
-from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, only_case, words
 from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 
@@ -219,7 +219,7 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
             if not fits(capability, element_bytes, head_dim):
                 continue
             for variant, any_problem in _VARIANTS.items():
-                problem = _sized(any_problem, dtype, head_dim)
+                problem = _sized(any_problem, head_dim, dtype=_DTYPES[dtype])
                 needs_general_mask = problem.needs_general_mask is not None
                 rare = needs_general_mask or problem.statistics
                 if rare and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
@@ -243,7 +243,7 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
     family = family_of_capability(*capability)
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):
         for variant, any_problem in _WITH_FUNCTIONS.items():
-            problem = _sized(any_problem, dtype, head_dim)
+            problem = _sized(any_problem, head_dim, dtype=_DTYPES[dtype])
             config = row_with_functions(problem, family, element_bytes, head_dim)
             for name, launched in _kernels(capability, problem, config):
                 if name != _PREPROCESS:
@@ -258,15 +258,14 @@ def _tangents_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     for (dtype, element_bytes), head_dim, variant in product((("bf16", 2), ("fp32", 4)), HEAD_DIMS, variants):
         if not has_tangents(element_bytes, head_dim):
             continue
-        problem = _sized(variants[variant], dtype, head_dim)
+        problem = _sized(variants[variant], head_dim, dtype=_DTYPES[dtype])
         with compiling_for(capability):
             config = choose_tangents(problem)
         q, k, v, extras = inputs_of(problem)
-        launch = PortableTangentsLaunch(problem, config)
-        (launched,) = launches_of(capability, partial(launch, q, k, v, q, k, v, extras))
+        call = partial(PortableTangentsLaunch(problem, config), q, k, v, q, k, v, extras)
         on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
         name = f"tangents {dtype} head_dim {head_dim} {variant}"
-        yield case_of(launched, name, tensor_cores=on_tensor_cores)
+        yield only_case(capability, call, name, tensor_cores=on_tensor_cores)
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
@@ -278,14 +277,12 @@ def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator
     family = family_of_capability(*capability)
     name = f"{form} {top}" if top else form
     for head_dim in (64, 128):
-        problem = _with_form(_sized(replace(PLAIN, **FEATURES), "bf16", head_dim), form, top)
+        problem = _with_form(_sized(PLAIN, head_dim, **FEATURES), form, top)
         config = for_general_masks(row_for(capability, 2, head_dim, windowed=True))
-        yield case_of(
-            _weights_launch(capability, problem, config), f"weights bf16 head_dim {head_dim} {name}"
-        )
+        yield _weights_case(capability, problem, config, f"weights bf16 head_dim {head_dim} {name}")
     problem = _with_form(WITH_MODS, form, top)
     config = row_with_functions(problem, family, 2, 64)
-    yield case_of(_weights_launch(capability, problem, config), f"modified weights bf16 head_dim 64 {name}")
+    yield _weights_case(capability, problem, config, f"modified weights bf16 head_dim 64 {name}")
 
 
 def _max_logits_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
@@ -294,19 +291,23 @@ def _max_logits_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     offsets = MaxLogitsTensors(meta(3, dtype=torch.int32))
     for name, rows, given in (("of a batch", of_batch, MaxLogitsTensors()), ("packed", packed, offsets)):
         launch = MaxLogitsLaunch(MaxLogitsProblem.from_tensors(rows, given, MaxLogitsOptions()))
-        (launched,) = launches_of(capability, partial(launch, rows, given))
-        yield case_of(launched, f"largest scores {name}", tensor_cores=False)
+        call = partial(launch, rows, given)
+        yield only_case(capability, call, f"largest scores {name}", tensor_cores=False)
 
 
-def _weights_launch(capability: tuple[int, int], problem: WeightsProblem, forward: Config) -> Launched:
+def _weights_case(
+    capability: tuple[int, int], problem: WeightsProblem, forward: Config, name: str
+) -> CompileCase:
     q, k, _, extras = inputs_of(problem)
     launch = WeightsLaunch(problem, of_forward(problem, forward))
-    (launched,) = launches_of(capability, partial(launch, q, k, meta(*problem.lse_shape), extras))
-    return launched
+    return only_case(capability, partial(launch, q, k, meta(*problem.lse_shape), extras), name)
 
 
-def _sized(problem: Problem, dtype: str, head_dim: int) -> Problem:
-    return replace(problem, dtype=_DTYPES[dtype], head_dim=head_dim, head_dim_v=head_dim)
+def _sized(problem: Problem, head_dim: int, length: int | None = None, **fields: Any) -> Problem:
+    """Return ``problem`` with equal head sizes, with ``length`` queries and keys if given, and ``fields``."""
+    if length is not None:
+        fields |= {"seqlen_q": length, "seqlen_k": length}
+    return replace(problem, head_dim=head_dim, head_dim_v=head_dim, **fields)
 
 
 def _with_form(problem: Problem, form: str, top: int) -> WeightsProblem:
@@ -330,8 +331,7 @@ def _all_reduce_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
         ("join", rows, None, all_reduce.JOIN),
     ):
         call = partial(all_reduce.all_reduce, part, residual, **shared, result=result.value)
-        (launched,) = launches_of(capability, call)
-        yield case_of(launched, f"all-reduce bf16 {name}", tensor_cores=False)
+        yield only_case(capability, call, f"all-reduce bf16 {name}", tensor_cores=False)
 
 
 GROUPED = replace(PLAIN, num_heads_kv=2)
@@ -368,7 +368,7 @@ def modified(kind: str) -> Iterator[tuple[str, Problem]]:
     """Yield (name, problem) of calls with modifier ``kind``, at the head sizes that are compiled for it."""
     for head_dim in (64, 128, 256) if kind == "mods" else (64, 128):
         for name, problem in MODIFIED[kind].items():
-            yield name, replace(problem, head_dim=head_dim, head_dim_v=head_dim)
+            yield name, _sized(problem, head_dim)
 
 
 def hopper_inputs(problem: Problem, bias: Tensor | None = None) -> tuple[Any, Any, Any, Any]:
@@ -387,6 +387,8 @@ def bias_of(problem: Problem) -> Tensor | None:
 
 
 _GROUPED_CAUSAL = replace(GROUPED, window_right=0)
+_EVERYTHING = FEATURES | {"sink": True}
+_UNGROUPED: dict[str, Any] = {"num_heads_kv": GROUPED.num_heads_q}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""
 
@@ -415,75 +417,57 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                 seen.add(variant)
                 yield _forward_case(plain, other)
         if windowed:
-            everything = replace(own, **FEATURES, sink=True)
-            yield _forward_case(replace(everything, num_heads_kv=everything.num_heads_q), config)
+            everything = replace(own, **_EVERYTHING)
+            yield _forward_case(replace(everything, **_UNGROUPED), config)
             dense = replace(everything, varlen=False, seqused_k=False)
             for other in configs:
                 variant = forward_variant(dense, plan_of(dense, other))
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _forward_case(dense, other)
+    packed = replace(_GROUPED_CAUSAL, varlen=True)
     for head_dim, left in ((64, UNLIMITED), (64, 63), (96, 63), (128, UNLIMITED)):
-        short = replace(
-            _GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, varlen=True, batch=64,
-            seqlen_q=128, seqlen_k=128,
-        )  # fmt: skip
-        config = choose(short)
-        yield _forward_case(short, config)
+        short = _sized(packed, head_dim, 128, batch=64, window_left=left)
+        yield _forward_case(short)
         if left == UNLIMITED:
-            yield _forward_case(replace(short, **FEATURES, sink=True), config)
-            yield _forward_case(replace(short, num_heads_kv=short.num_heads_q), config)
-            tiny = replace(short, num_heads_q=7 * short.num_heads_kv, seqlen_q=40, seqlen_k=40)
-            yield _forward_case(tiny, config)
-            yield _forward_case(replace(tiny, **FEATURES, sink=True), config)
+            tiny = _sized(short, head_dim, 40, num_heads_q=7 * short.num_heads_kv)
+            yield _forward_case(tiny)
+            yield _forward_case(replace(short, **_UNGROUPED))
+            for same in (short, tiny):
+                yield _forward_case(replace(same, **_EVERYTHING), choose(short))
     for head_dim in (64, 128, 256):
-        documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
-        documents = replace(documents, seqlen_q=LONG, seqlen_k=LONG)
-        for same in (documents, replace(documents, **FEATURES, sink=True)):
-            yield _forward_case(same, choose(documents))
+        documents = _sized(packed, head_dim, LONG)
+        yield _forward_case(documents)
+        yield _forward_case(replace(documents, **_EVERYTHING), choose(documents))
         if head_dim == 64:  # three warpgroups
-            alone = replace(documents, num_heads_kv=documents.num_heads_q)
-            yield _forward_case(alone, choose(alone))
-    long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
-    for left in (511, 1023):
-        window = replace(long, window_left=left)
-        yield _forward_case(window, choose(window))
-    short_pairs = replace(long, window_left=1023, seqlen_q=2048, seqlen_k=2048)
-    yield _forward_case(short_pairs, choose(short_pairs))
+            yield _forward_case(replace(documents, **_UNGROUPED))
     for head_dim in (64, 96, 128):
-        documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
-        window = replace(documents, seqlen_q=4096, seqlen_k=4096, window_left=1023)
-        for same in (window, replace(window, num_heads_kv=window.num_heads_q)):
-            yield _forward_case(same, choose(window))
+        window = _sized(packed, head_dim, 4096, window_left=1023)
+        yield _forward_case(window)
+        yield _forward_case(replace(window, **_UNGROUPED))
         if head_dim < 128:  # there, documents with every feature have this tile as well
-            yield _forward_case(replace(window, **FEATURES, sink=True), choose(window))
+            yield _forward_case(replace(window, **_EVERYTHING), choose(window))
     for head_dim, left in ((64, UNLIMITED), (128, UNLIMITED), (128, 1023)):
-        prompts = replace(_GROUPED_CAUSAL, varlen=True, invariant=True, window_left=left)
-        prompts = replace(prompts, head_dim=head_dim, head_dim_v=head_dim)
-        yield _forward_case(prompts, choose(prompts))
-    partial_results = replace(long, partial=True)
-    for same in (partial_results, replace(partial_results, window_right=UNLIMITED)):
-        yield _forward_case(same, choose(same))
+        yield _forward_case(_sized(packed, head_dim, invariant=True, window_left=left))
+    long = _sized(_GROUPED_CAUSAL, 128, 16384)
+    for left in (511, 1023):
+        yield _forward_case(replace(long, window_left=left))
+    yield _forward_case(_sized(long, 128, 2048, window_left=1023))
+    for right in (0, UNLIMITED):
+        yield _forward_case(replace(long, partial=True, window_right=right))
     for head_dim in (128, 256):
-        capped = replace(_GROUPED_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
-        yield _forward_case(capped, choose(capped))
+        yield _forward_case(_sized(_GROUPED_CAUSAL, head_dim, softcap=50.0))
     for head_dim, length in ((64, 16384), (128, 1024), (128, 16384), (256, 16384)):
-        sizes: dict[str, Any] = {
-            "head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": length, "seqlen_k": length,
-        }  # fmt: skip
-        measured_scores = replace(_GROUPED_CAUSAL, max_logits=True, entropy=True, **sizes)
-        yield _forward_case(measured_scores, choose(measured_scores))
-    few_columns = replace(GROUPED, head_dim=80, head_dim_v=80)
-    yield _forward_case(few_columns, choose(few_columns))
-    short_window = replace(_GROUPED_CAUSAL, num_heads_q=64, num_heads_kv=8, window_left=127)
-    yield _forward_case(short_window, choose(short_window))
-    packed = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=4, total_q=8)
-    yield _forward_case(packed, ForwardConfig(2, 128))
+        yield _forward_case(_sized(_GROUPED_CAUSAL, head_dim, length, max_logits=True, entropy=True))
+    yield _forward_case(_sized(GROUPED, 80))
+    yield _forward_case(replace(_GROUPED_CAUSAL, num_heads_q=64, num_heads_kv=8, window_left=127))
+    few_queries = _sized(_GROUPED_CAUSAL, 128, seqlen_q=4, total_q=8)
+    yield _forward_case(few_queries, ForwardConfig(2, 128))
     for kind in MODIFIED:
         for name, problem in modified(kind):
-            yield _forward_case(problem, choose(problem), f"{kind} forward", name)
-    packed = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, varlen=True, seqused_k=True)
-    cases = _forward(packed, choose(packed))
+            yield _forward_case(problem, kind=f"{kind} forward", name=name)
+    used = _sized(packed, 128, seqused_k=True)
+    cases = _forward(used, choose(used))
     yield only(tile_table_kernel, cases, name="hopper tile table", tensor_cores=False)
 
 
@@ -493,9 +477,10 @@ def _forward(problem: Problem, config: ForwardConfig) -> list[CompileCase]:
 
 
 def _forward_case(
-    problem: Problem, config: ForwardConfig, kind: str = "forward", name: str = ""
+    problem: Problem, config: ForwardConfig | None = None, kind: str = "forward", name: str = ""
 ) -> CompileCase:
-    case = only(forward_kernel, _forward(problem, config))
+    """Return the case of a call, with the configuration that it would get if ``config`` is None."""
+    case = only(forward_kernel, _forward(problem, config or choose(problem)))
     variant = case.constants["C"]
     if name:
         name = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}"
@@ -550,9 +535,9 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
     for sizes, (mask, problem) in product((*_TABLE, *_WIDE), _MASKS.items()):
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
-    yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
+    yield from _products("causal", _sized(_CAUSAL, 128, partial=True))
     for size, (mask, problem) in product((32, 64), (_MASKS | {"features": _KNOWN}).items()):
-        problem = replace(problem, head_dim=size, head_dim_v=size)
+        problem = _sized(problem, size)
         for config in backward_alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
@@ -567,16 +552,13 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
                 yield from _products(f"{mask} one block", short, config=config)
     # Short packed sequences have the other configurations as well.
     for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
-        short = replace(problem, varlen=True, batch=64, seqlen_q=256, seqlen_k=256)
-        short = replace(short, head_dim=64, head_dim_v=64)
+        short = _sized(problem, 64, 256, varlen=True, batch=64)
         fewest_rows = min(backward_alternatives(short), key=attrgetter("BLOCK_M"))
         yield from _products(mask, short, config=fewest_rows)
     for size in (32, 64, 128, 256, 512):
-        shared = replace(GROUPED, window_right=0, head_dim=size, head_dim_v=size)
-        yield from _products("causal", shared, _SHARED)
+        yield from _products("causal", _sized(_GROUPED_CAUSAL, size), _SHARED)
     # Where work tiles are few, dQ is computed in single blocks of rows, not in pairs.
-    single = replace(GROUPED, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=384, seqlen_k=384)
-    for case in _products("causal", replace(single, window_right=0, head_dim=256, head_dim_v=256)):
+    for case in _products("causal", _sized(_CAUSAL, 256, 384, batch=1, num_heads_q=1, num_heads_kv=1)):
         if case.kernel is dq_kernel:
             yield replace(case, name=f"{case.name} single")
     # S and dP skip columns of padding at these head sizes.
@@ -585,45 +567,32 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
     # With unequal head sizes, dK and dV have shared memory of their own.
     yield from _products("features", replace(_GROUPED_FEATURES, head_dim=256, head_dim_v=128), _SHARED)
     parts = replace(GROUPED, head_dim=72, head_dim_v=128)
-    first = backward_alternatives(parts)[0]
-    first = replace(first, HEAD_SPLITS=_SHARED.heads, ROW_SPLITS=_SHARED.rows)
-    yield only(
-        sum_parts_kernel,
-        _backward(parts, first),
-        name="hopper backward sum of parts head_dim 72/128",
-        tensor_cores=False,
-    )
+    config = replace(backward_alternatives(parts)[0], HEAD_SPLITS=_SHARED.heads, ROW_SPLITS=_SHARED.rows)
+    name = "hopper backward sum of parts head_dim 72/128"
+    yield only(sum_parts_kernel, _backward(parts, config), name=name, tensor_cores=False)
     for kind in MODIFIED:
         for name, problem in modified(kind):
             yield from _modified(kind, name, problem)
     for name, problem in modified("bias"):
         problem = replace(problem, varlen=False, seqused_k=False, bias_grad=True)
-        case = only(gradient_kernel, _backward(problem, backward_alternatives(problem)[0]))
+        case = only(gradient_kernel, _backward(problem))
         variant = case.constants["C"]
         tile = f"{variant.BLOCK_M}x{variant.BLOCK_N}"
         yield replace(case, name=f"hopper bias gradient head_dim {problem.head_dim} {tile} {name}")
-    with_sink = replace(PLAIN, head_dim=128, head_dim_v=128, sink=True)
-    yield only(
-        preprocess_kernel,
-        _backward(with_sink, backward_alternatives(with_sink)[0], has_dlse=True),
-        name="hopper backward preprocess head_dim 128",
-        tensor_cores=False,
-    )
+    with_sink = _sized(PLAIN, 128, sink=True)
+    name = "hopper backward preprocess head_dim 128"
+    yield only(preprocess_kernel, _backward(with_sink, has_dlse=True), name=name, tensor_cores=False)
     # The longest of these sequences has half of the tokens, so that programs find theirs.
-    packed = replace(with_sink, varlen=True, batch=8, window_right=0)
-    cases = _backward(packed, backward_alternatives(packed)[0], has_dlse=True)
-    name = "hopper backward preprocess head_dim 128 packed"
-    yield only(preprocess_kernel, cases, name=name, tensor_cores=False)
+    cases = _backward(replace(with_sink, varlen=True, batch=8, window_right=0), has_dlse=True)
+    yield only(preprocess_kernel, cases, name=f"{name} packed", tensor_cores=False)
     yield only(tile_table_kernel, cases, name="hopper backward tile table", tensor_cores=False)
 
 
 def _backward(
-    problem: Problem,
-    config: BackwardConfig,
-    bias: Tensor | None = None,
-    has_dlse: bool = False,
+    problem: Problem, config: BackwardConfig | None = None, bias: Tensor | None = None, has_dlse: bool = False
 ) -> list[CompileCase]:
-    """Return the cases of all kernels of a backward pass."""
+    """Return the cases of all kernels of a backward pass, by default in the first of its configurations."""
+    config = config or backward_alternatives(problem)[0]
     q, k, v, extras = hopper_inputs(problem, bias)
     out, lse = meta(*problem.out_shape, dtype=problem.out_dtype), meta(*problem.lse_shape)
     given = (out, lse if has_dlse else None, q, k, v, out, lse, extras)
@@ -664,7 +633,7 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
         biases.append(shared.expand(problem.batch, -1, -1, -1).contiguous())
     for bias in biases:
         own = replace(problem, bias_grad=bias is not shared)
-        for case in _backward(own, backward_alternatives(own)[0], bias):
+        for case in _backward(own, bias=bias):
             if case.kernel in (backward_kernel, dkv_kernel, *_DQ):
                 variant = case.constants["C"]
                 sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"

@@ -48,7 +48,7 @@ from flashtile.problems.decode import (
     DecodeProblem,
     NoTensors,
 )
-from flashtile.tools.inspection.recording import TYPE_NAMES, case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.recording import TYPE_NAMES, cases_of, meta, only, only_case, words
 from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 PAGED = DecodeProblem(
@@ -97,21 +97,15 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
 NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
+_MANY_ROWS = {"seqlen_q": 64, "total_q": 512, "window_right": 0}
 _MASS_VARIANTS: dict[str, dict[str, Any]] = {
     "page 16": {},
     "dense": {"page_size": 0, "num_blocks": 8},
     "e4m3": {"cache_dtype": FP8, "descale": "block"},
     "features": _FEATURES,
-    "many rows": {"seqlen_q": 64, "total_q": 512, "window_right": 0},
-    "many rows, features": {"seqlen_q": 64, "total_q": 512, "window_right": 0, "softcap": 1.0},
-    "many rows, packed, window": {
-        "seqlen_q": 64,
-        "total_q": 512,
-        "window_left": 1024,
-        "window_right": 0,
-        "varlen": True,
-        "leftpad": True,
-    },
+    "many rows": _MANY_ROWS,
+    "many rows, features": _MANY_ROWS | {"softcap": 1.0},
+    "many rows, packed, window": _MANY_ROWS | {"window_left": 1024, "varlen": True, "leftpad": True},
 }
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
@@ -169,22 +163,20 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield from _mass_cases(name, replace(PAGED, **features), capability)
     out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
     combine = CombineProblem.from_tensors(out, lse, NoTensors(), CombineOptions(torch.bfloat16))
-    (launched,) = launches_of(capability, partial(CombineLaunch(combine), out, lse))
-    yield case_of(launched, "decode combine given", tensor_cores=False)
+    call = partial(CombineLaunch(combine), out, lse)
+    yield only_case(capability, call, "decode combine given", tensor_cores=False)
     if not architecture(arch).amd:
         exchanged = exchange_variant(2, 2048, 128)
         memories, calls = meta(2, dtype=torch.int64), meta(exchanged.PROGRAMS, dtype=torch.int64)
         call = partial(exchange, out[0], lse[0], memories, calls, 0, exchanged, torch.bfloat16, 60.0)
-        (launched,) = launches_of(capability, call)
-        yield case_of(launched, "decode exchange", tensor_cores=False)
+        yield only_case(capability, call, "decode exchange", tensor_cores=False)
     for dtype in (torch.bfloat16, FP8):
         for packed in (False, True):
             yield _append_case(dtype, capability, packed)
     cache = meta(1, 1024, COPY_TILE // 128 // 8, 8, 128, dtype=torch.bfloat16)
     copied = (cache, cache, meta(4, 2, dtype=torch.int32), CopyTensors())
     copy = CopyLaunch(CopyProblem.from_tensors(*copied, CopyOptions()))
-    (launched,) = launches_of(capability, partial(copy, *copied))
-    yield case_of(launched, "decode copy blocks", tensor_cores=False)
+    yield only_case(capability, partial(copy, *copied), "decode copy blocks", tensor_cores=False)
 
 
 def inputs_of(problem: DecodeProblem) -> tuple[Tensor, Tensor, Tensor, CacheTensors]:
@@ -286,9 +278,8 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
     given = (cache, cache, new, new, tensors)
     with compiling_for(capability):
         launch = AppendLaunch(AppendProblem.from_tensors(*given, options))
-    (launched,) = launches_of(capability, partial(launch, *given))
     name = f"decode append {TYPE_NAMES[dtype]}{' packed' if packed else ''}"
-    return case_of(launched, name, tensor_cores=False)
+    return only_case(capability, partial(launch, *given), name, tensor_cores=False)
 
 
 def _appending_case(head_dim: int, invariant: bool, capability: tuple[int, int]) -> CompileCase:
@@ -306,9 +297,9 @@ def _appending_case(head_dim: int, invariant: bool, capability: tuple[int, int])
         append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
         chosen = config.choose(problem)
         launch = AppendingLaunch(problem, chosen, append)
-    (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
+    case, *_ = cases_of(capability, partial(launch, queries, *given, appended, tensors))
     name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending" + " invariant" * invariant
-    return case_of(launched, name)
+    return replace(case, name=name)
 
 
 _H100 = Target("H100", (9, 0), 132)
@@ -369,47 +360,46 @@ def _hopper_cases() -> Iterator[CompileCase]:
         fp8 = cache_dtype == FP8
         features = _HOPPER_FEATURES | ({"descale": "block"} if fp8 else {})
         if block_d == block_dv:
-            yield _hopper_case(problem, chosen, "e4m3" if fp8 else "page 16")
-        yield _hopper_case(replace(problem, **features), chosen, "e4m3 features" if fp8 else "features")
+            yield _hopper_case(problem, "e4m3" if fp8 else "page 16")
+        yield _hopper_case(replace(problem, **features), "e4m3 features" if fp8 else "features", chosen)
         if block_d == block_dv == 128:
             few = _FEW if problem.seqlen_q == _HOPPER_PAGED.seqlen_q else _MANY
             for name in _E4M3 if fp8 else few:
-                varied = replace(problem, **_HOPPER_VARIANTS[name])
-                yield _hopper_case(varied, choose(varied), name)
+                yield _hopper_case(replace(problem, **_HOPPER_VARIANTS[name]), name)
     chunk = replace(_HOPPER_PAGED, **_CHUNK)
     for head_dim, problem, page_size in itertools.product((64, 128, 256), (_HOPPER_PAGED, chunk), (1, 16)):
         problem = replace(problem, invariant=True, num_splits=1, page_size=page_size)
         problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
-        yield _hopper_case(problem, choose(problem), f"invariant, page {page_size}")
+        yield _hopper_case(problem, f"invariant, page {page_size}")
     scaled = replace(chunk, invariant=True, num_splits=1)
     for problem, what in (
         (replace(scaled, softcap=30.0), "soft-cap"),
         (replace(scaled, softmax_scale=-0.1), "negative scale"),
         (replace(scaled, cache_dtype=FP8, descale="head"), "e4m3"),
     ):
-        yield _hopper_case(problem, choose(problem), f"invariant, {what}")
+        yield _hopper_case(problem, f"invariant, {what}")
     for head_dim in (64, 128):
         problem = replace(_HOPPER_PAGED, **_MIXED, num_heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
-        yield _hopper_case(problem, choose(problem), "mixed, group of 6")
+        yield _hopper_case(problem, "mixed, group of 6")
     for problem in (_HOPPER_PAGED, replace(_HOPPER_PAGED, **_MANY_SEQUENCES)):
-        combine = only(combine_recorded_kernel, _hopper_kernels(problem, choose(problem)), tensor_cores=False)
+        combine = only(combine_recorded_kernel, _hopper_kernels(problem), tensor_cores=False)
         unit = "work tile" if combine.constants["C"].BY_WORK_TILE else "program"
         yield replace(combine, name=f"hopper decode combine by {unit}")
     for kernel, name, sizes in (
         (table_kernel, "table", _CHUNK | {"batch": 40, "total_q": 40960}),
         (combine_divided_kernel, "combine of a table", _DIVIDED),
     ):
-        problem = replace(_HOPPER_PAGED, **sizes)
-        cases = _hopper_kernels(problem, choose(problem))
+        cases = _hopper_kernels(replace(_HOPPER_PAGED, **sizes))
         yield only(kernel, cases, name=f"hopper decode {name}", tensor_cores=False)
 
 
-def _hopper_kernels(problem: DecodeProblem, config: HopperDecodeConfig) -> list[CompileCase]:
-    return cases_of(_H100, partial(HopperDecodeLaunch(problem, config), *inputs_of(problem)))
+def _hopper_kernels(problem: DecodeProblem, chosen: HopperDecodeConfig | None = None) -> list[CompileCase]:
+    launch = HopperDecodeLaunch(problem, chosen or choose(problem))
+    return cases_of(_H100, partial(launch, *inputs_of(problem)))
 
 
-def _hopper_case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> CompileCase:
-    case = only(attend_kernel, _hopper_kernels(problem, config))
+def _hopper_case(problem: DecodeProblem, name: str, chosen: HopperDecodeConfig | None = None) -> CompileCase:
+    case = only(attend_kernel, _hopper_kernels(problem, chosen))
     variant = case.constants["C"]
     more = words({"stream-K": variant.STREAM_K, "queue": not variant.STREAM_K})
     head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"

@@ -20,7 +20,7 @@ from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, Q
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
 from flashtile.tools.inspection import attention
 from flashtile.tools.inspection.attention import FEATURES, inputs_of
-from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, only_case, words
 from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 _QUERIES = QuantizeProblem(
@@ -72,10 +72,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for head_dim in head_dims:
             config = row(native, head_dim)
             problem = replace(any_problem, head_dim=head_dim, head_dim_v=head_dim)
-            (launched,) = launches_of(
-                capability, partial(Fp8AttendLaunch(problem, config), *attended(problem))
-            )
-            yield case_of(launched, f"fp8 attend head_dim {head_dim} {name}")
+            call = partial(Fp8AttendLaunch(problem, config), *attended(problem))
+            yield only_case(capability, call, f"fp8 attend head_dim {head_dim} {name}")
     if arch == HOPPER:
         yield from hopper_cases()
 

@@ -52,6 +52,14 @@ def cases_of(gpu: Target | tuple[int, int], *calls: Callable[[], Any]) -> list[C
     return [case_of(launched, launched[0].kernel.fn.__name__) for launched in launches]
 
 
+def only_case(
+    gpu: Target | tuple[int, int], call: Callable[[], Any], name: str, **others: Any
+) -> CompileCase:
+    """Return the compile case of the only launch that ``call`` makes."""
+    (launched,) = launches_of(gpu, call)
+    return case_of(launched, name, **others)
+
+
 def only(kernel: Any, cases: list[CompileCase], **fields: Any) -> CompileCase:
     """Return the case of ``kernel``, which must be one, with ``fields`` changed."""
     (case,) = (case for case in cases if case.kernel is kernel)

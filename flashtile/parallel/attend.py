@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
-from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, other_rows, pair_of, union
-from flashtile.parallel.layout import Piece, tokens_of
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, are_disjoint, outside, pair_of, union
+from flashtile.parallel.layout import OfRanks, tokens_of
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.problems.masking import Masking
@@ -65,8 +64,8 @@ class Shards:
     """
 
     ranks: Ranks
-    pieces_q: tuple[tuple[Piece, ...], ...]
-    pieces_k: tuple[tuple[Piece, ...], ...]
+    pieces_q: OfRanks
+    pieces_k: OfRanks
     mask: Mask
     scores: Scores
     timeout: float
@@ -235,44 +234,45 @@ class Total:
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
         self._whole = 0, like.shape[1]
-        self._parts: list[tuple[Tensor, int, int]] = []
+        self._parts: list[tuple[tuple[int, int], Tensor]] = []
 
     def add(self, part: Tensor, start: int, stop: int) -> None:
         """Add ``part``, the gradients of tokens ``start`` to ``stop``.
 
         The sum may later be written into the memory of ``part``.
         """
-        some = sorted(span for _, *span in (*self._parts, (part, start, stop)) if span != [*self._whole])
-        alone = len(some) >= len(self._parts) and all(a[1] <= b[0] for a, b in pairwise(some))
-        if len(self._parts) >= 2 and not alone:
-            self._parts = [(self.value(), *self._whole)]
-        self._parts.append((part, start, stop))
+        spans = [*(span for span, _ in self._parts), (start, stop)]
+        some = [span for span in spans if span != self._whole]
+        apart = len(some) >= len(self._parts) and are_disjoint(some)
+        if len(self._parts) >= 2 and not apart:
+            self._parts = [(self._whole, self.value())]
+        self._parts.append(((start, stop), part))
 
     def value(self) -> Tensor:
         return self.rounded(self._dtype)
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # gradients of all tokens come first
-        bounds = [bound for _, *of_part in parts for bound in of_part]
-        if bounds == [*self._whole]:
-            return parts[0][0].to(dtype)
-        if bounds[:2] == [*self._whole]:
-            (first, *_), *others = parts
+        # In the order of their tokens. Gradients of all tokens come first.
+        parts = sorted(self._parts, key=lambda of: (of[0][0], -of[0][1]))
+        spans, total = tuple(span for span, _ in parts), self._whole[1]
+        if spans == (self._whole,):
+            return parts[0][1].to(dtype)
+        if spans[:1] == (self._whole,):
+            (_, first), *others = parts
             result = first if first.dtype == dtype else torch.empty_like(self._like, dtype=dtype)
-            for part, start, stop in others:
+            for (start, stop), part in others:
                 torch.add(first[:, start:stop], part, out=result[:, start:stop])
-            alone = other_rows(tuple((start, stop) for _, start, stop in others), self._whole[1])
-            for start, stop in alone if result is not first else ():
+            for start, stop in outside(spans[1:], total) if result is not first else ():
                 result[:, start:stop] = first[:, start:stop]
             return result
-        if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # the parts cover all tokens without overlap
+        if are_disjoint(spans) and not outside(spans, total):
             result = torch.empty_like(self._like, dtype=dtype)
-            for part, start, stop in parts:
+            for (start, stop), part in parts:
                 result[:, start:stop] = part
             return result
         result = torch.zeros_like(self._like, dtype=self._dtype)
-        for part, start, stop in parts:
+        for (start, stop), part in parts:
             result[:, start:stop] += part
         return result.to(dtype)
 
@@ -297,8 +297,9 @@ class Saved:
     def dtype(self) -> torch.dtype:
         return wide(self.q.dtype) if self.partial else self.q.dtype
 
-    def differentiate(self, k: Tensor, v: Tensor, pair: Pair, dq: Total, dk: Total, dv: Total) -> None:
-        """Add the gradients that come from the keys of ``pair`` to dq, dk and dv."""
+    def differentiate(self, k: Tensor, v: Tensor, pair: Pair, dq: Total) -> tuple[Total, Total]:
+        """Return the gradients of ``k`` and ``v``, the keys of ``pair``. Those of queries are added to dq."""
+        dk, dv = Total(k, self.dtype), Total(v, self.dtype)
         for call in pair.calls:
             rows, keys = _rows(call), _keys(call)
             of_rows, of_keys = slice(*rows), slice(*keys)
@@ -306,6 +307,7 @@ class Saved:
             dq.add(parts[0], *rows)
             dk.add(parts[1], *keys)
             dv.add(parts[2], *keys)
+        return dk, dv
 
     def sink_gradient(self, sink: Tensor | None) -> Tensor | None:
         """Return dsink (heads,), or None without a sink."""

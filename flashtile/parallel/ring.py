@@ -55,11 +55,11 @@ class Ring:
             pair = shards.pair(0, 0)
             keys, values = (at_ranges(pair.ranges, x) for x in (k, v))  # ``pair`` counts keys within these
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
-            return Forward(out, lse, (q, k, v, out, lse))
-        state = State(q, v.shape[-1], shards.scores, sink)
-        for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):
-            state.attend(keys, values, pair)
-        out, lse = state.finish()
+        else:
+            state = State(q, v.shape[-1], shards.scores, sink)
+            for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):
+                state.attend(keys, values, pair)
+            out, lse = state.finish()
         return Forward(out, lse, (q, k, v, out, lse))
 
     def backward(
@@ -72,8 +72,7 @@ class Ring:
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, k, v))
         returning: tuple[Pending, list[Tensor], Ranges] | None = None
         for t, pair, keys, values in _travel(shards, k, v, [*range(1, ranks.size), 0]):
-            parts = [Total(of, rows.dtype) for of in (keys, values)]
-            rows.differentiate(keys, values, pair, dq, *parts)
+            parts = rows.differentiate(keys, values, pair, dq)
             if returning is not None:  # gradients of the previous step, still in transit
                 pending, incoming, ranges = returning
                 pending.wait()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.parallel.attend import Forward, Gradients, Method, Shards, wide
-from flashtile.parallel.layout import Piece, joined, positions, tokens_of
+from flashtile.parallel.layout import Piece, in_sequence, positions, tokens_of
 from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
 
 QUERIES, KEYS = True, False
@@ -188,13 +188,13 @@ class Ulysses:
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the pieces of a group of ranks in the order in which Ulysses passes their tokens to attention.
 
-    Pieces of consecutive tokens are sorted by position and merged. Interleaved pieces (layout "striped") keep
-    their order, unless together they are the whole sequence: then the result is one piece.
+    It is that of :func:`in_sequence`, but interleaved pieces (layout "striped") that together are the whole
+    sequence become one piece.
     """
-    if all(piece.step == 1 for piece in pieces):
-        return joined(sorted(pieces))
-    whole = len(pieces) == pieces[0].step  # as many ranks have tokens as share the sequence
-    return (Piece(0, tokens_of(pieces)),) if whole else tuple(pieces)
+    ordered = in_sequence(pieces)
+    # As many ranks have tokens as share the sequence.
+    whole = any(piece.step > 1 for piece in ordered) and len(ordered) == ordered[0].step
+    return (Piece(0, tokens_of(ordered)),) if whole else ordered
 
 
 def _take_heads(x: Tensor, heads: list[int]) -> Tensor:

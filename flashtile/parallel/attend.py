@@ -25,30 +25,6 @@ from flashtile.reference.attention import sink_gradient
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Options of the attention calls other than the mask, as for :func:`flashtile.attention`."""
-
-    softmax_scale: float
-    softcap: float = 0.0
-    deterministic: bool = False
-    backend: str | None = None
-
-    def options(self, call: Block | Packed, partial: bool) -> Options:
-        block = call.blocks[0] if isinstance(call, Packed) else call
-        longest_q, longest_k = call.longest if isinstance(call, Packed) else (None, None)
-        return Options(
-            max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k,
-            softmax_scale=self.softmax_scale,
-            masking=Masking(window_left=block.left, window_right=block.right),
-            softcap=self.softcap,
-            deterministic=self.deterministic,
-            backend=self.backend,
-            partial=partial,
-        )
-
-
-@dataclass(frozen=True)
 class Shards:
     """Description of a call that the ranks of one group make together.
 
@@ -57,7 +33,7 @@ class Shards:
         pieces_q: for each rank, the tokens of the sequence that its q holds.
         pieces_k: for each rank, the tokens of the sequence that its k and v hold.
         mask: the mask of the whole sequence.
-        scores: the other options of attention.
+        options: options of attention, with a ``softmax_scale``. Each attention call has its own mask.
         timeout: seconds to wait for a rank.
         keys_shared: whether ranks outside of the group attend to the same key heads. Gradients of keys and
             values are then returned in float32, and the caller sums them.
@@ -67,7 +43,7 @@ class Shards:
     pieces_q: OfRanks
     pieces_k: OfRanks
     mask: Mask
-    scores: Scores
+    options: Options
     timeout: float
     keys_shared: bool = False
 
@@ -129,15 +105,15 @@ class State:
     Args:
         q: (batch, tokens, heads_q, head_dim).
         head_dim_v: head size of the values.
-        scores: options of the calls.
+        options: as for :class:`Shards`.
         sink: (heads_q,) or None. With a sink, lse of a row starts at the sink instead of -inf.
 
     A partial result is merged only when the next one arrives. So the last merge can also convert ``out`` to
     q's dtype.
     """
 
-    def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
-        self.q, self.scores, self.sink = q, scores, sink
+    def __init__(self, q: Tensor, head_dim_v: int, options: Options, sink: Tensor | None) -> None:
+        self.q, self.options, self.sink = q, options, sink
         self._head_dim_v = head_dim_v
         self._merged: tuple[Tensor, Tensor] | None = None
         self._last: tuple[Tensor, Tensor, int] | None = None
@@ -149,7 +125,7 @@ class State:
         head_dim).
         """
         for call in pair.calls:
-            out, lse = _forward(self.q, k, v, call, self.scores, partial=True)
+            out, lse = _forward(self.q, k, v, call, self.options, partial=True)
             rows = _rows(call)
             if self._merged is None and self.sink is None and rows == (0, self.q.shape[1]):
                 self._merged = out, lse
@@ -170,8 +146,41 @@ class State:
         return merge_into(out, lse, *last, dtype), lse
 
 
+class Rows:
+    """out and lse of a rank's queries, each of which is in at most one attention call: nothing is merged.
+
+    Args:
+        q, head_dim_v, options, sink: as for :class:`State`.
+        calls: all calls to come. Queries in none of them see no key.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        head_dim_v: int,
+        options: Options,
+        sink: Tensor | None,
+        calls: Sequence[Block | Packed],
+    ) -> None:
+        self.q, self.options, self.sink = q, options, sink
+        batch, tokens, heads, _ = q.shape
+        if union([_rows(call) for call in calls]) == ((0, tokens),):
+            self.out = q.new_empty((batch, tokens, heads, head_dim_v))
+            self.lse = q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
+        else:
+            self.out, self.lse = first_state(q, head_dim_v, sink, q.dtype)
+
+    def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
+        """Run the attention calls of ``pair``, and write their rows of out and lse."""
+        for call in pair.calls:
+            rows = slice(*_rows(call))
+            _, self.lse[:, :, rows] = _forward(
+                self.q, k, v, call, self.options, partial=False, sink=self.sink, out=self.out[:, rows]
+            )
+
+
 def attend_once(
-    q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, pair: Pair, options: Options, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run the attention calls of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
@@ -179,35 +188,14 @@ def attend_once(
     results to merge, and the kernel itself converts ``out`` to q's dtype.
     """
     if not pair.disjoint:
-        state = State(q, v.shape[-1], scores, sink)
+        state = State(q, v.shape[-1], options, sink)
         state.attend(k, v, pair)
         return state.finish()
     if len(pair.calls) == 1 and _rows(pair.calls[0]) == (0, q.shape[1]):
-        return _forward(q, k, v, pair.calls[0], scores, partial=False, sink=sink)
-    out, lse = new_results(q, v.shape[-1], pair.calls, sink)
-    attend_rows(out, lse, q, k, v, pair, scores, sink)
-    return out, lse
-
-
-def new_results(
-    q: Tensor, head_dim_v: int, calls: Sequence[Block | Packed], sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) in q's dtype for ``calls`` to write. Queries in no call see no key."""
-    batch, tokens, heads, _ = q.shape
-    if union([_rows(call) for call in calls]) != ((0, tokens),):
-        return first_state(q, head_dim_v, sink, q.dtype)
-    out = q.new_empty((batch, tokens, heads, head_dim_v))
-    return out, q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
-
-
-def attend_rows(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
-) -> None:
-    """Run the attention calls of ``pair``, and write their rows of out and lse. No query is in two calls."""
-    for call in pair.calls:
-        rows = slice(*_rows(call))
-        into = out[:, rows]
-        _, lse[:, :, rows] = _forward(q, k, v, call, scores, partial=False, sink=sink, out=into)
+        return _forward(q, k, v, pair.calls[0], options, partial=False, sink=sink)
+    rows = Rows(q, v.shape[-1], options, sink, pair.calls)
+    rows.attend(k, v, pair)
+    return rows.out, rows.lse
 
 
 def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -290,7 +278,7 @@ class Saved:
     dlse: Tensor | None
     out: Tensor
     lse: Tensor
-    scores: Scores
+    options: Options
     partial: bool = True
 
     @property
@@ -318,7 +306,7 @@ class Saved:
         lse = self.lse[:, :, rows].contiguous()
         dlse = None if self.dlse is None else self.dlse[:, :, rows].contiguous()
         tensors = (dout, dlse, q, k, v, out.contiguous(), lse)
-        options = self.scores.options(call, self.partial)
+        options = _options_of(call, self.options, self.partial)
         if isinstance(call, Block):
             return BACKWARD.launch(tensors, NO_EXTRAS, options)[:3]
         extras = OptionalTensors(*call.offsets(self.q.device))
@@ -331,7 +319,7 @@ def _forward(
     k: Tensor,
     v: Tensor,
     call: Block | Packed,
-    scores: Scores,
+    options: Options,
     partial: bool,
     sink: Tensor | None = None,
     out: Tensor | None = None,
@@ -341,7 +329,7 @@ def _forward(
     With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype. ``out``, if given,
     receives the result.
     """
-    options = scores.options(call, partial)
+    options = _options_of(call, options, partial)
     rows, keys = slice(*_rows(call)), slice(*_keys(call))
     tensors: tuple[Tensor, ...] = (q[:, rows], k[:, keys], v[:, keys])
     extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
@@ -354,6 +342,17 @@ def _forward(
     else:
         result = FORWARD_INTO.write(tensors, extras, options, (out, None))
     return tuple(t.unsqueeze(0) for t in result) if isinstance(call, Packed) else result
+
+
+def _options_of(call: Block | Packed, options: Options, partial: bool) -> Options:
+    block = call.blocks[0] if isinstance(call, Packed) else call
+    longest_q, longest_k = call.longest if isinstance(call, Packed) else (None, None)
+    return options._replace(
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        masking=Masking(window_left=block.left, window_right=block.right),
+        partial=partial,
+    )
 
 
 def _rows(call: Block | Packed) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from flashtile.checks.conversions import (
 )
 from flashtile.op.operation import PLAIN_TYPES, any_learns
 from flashtile.op.registry import flat, flat_fields
-from flashtile.parallel.attend import Method, Scores, Shards
+from flashtile.parallel.attend import Method, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
 from flashtile.parallel.layout import LAYOUTS, all_pieces
@@ -388,13 +388,13 @@ def _method(
     pieces_q = all_pieces(layout, call.lengths_q, "q")
     pieces_k = all_pieces(layout, call.lengths_k, "k")
     mask = _mask(call, options)
-    scale = call.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    scores = Scores(scale, options.softcap, options.deterministic, options.backend)
+    if options.softmax_scale is None:
+        options = options._replace(softmax_scale=call.head_dim**-0.5)
     if mesh is not None and mesh.ndim == 2:
         ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
         of_groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
         own = of_groups[ring.rank]
-        shards = Shards(inner, pieces_q[own], pieces_k[own], mask, scores, timeout)
+        shards = Shards(inner, pieces_q[own], pieces_k[own], mask, options, timeout)
         groups_q, groups_k = (tuple(of[group] for group in of_groups) for of in (pieces_q, pieces_k))
         return _ulysses(call, inner, groups_q, groups_k, ring, shards)
     if method == "auto":
@@ -403,7 +403,7 @@ def _method(
             str(call.dtype).removeprefix("torch."), mask.left, mask.right, layout, call.backward,
         )  # fmt: skip
         method = choose(sharing, ranks.size, *setting_of(call.device, ranks.size)).method
-    shards = Shards(ranks, pieces_q, pieces_k, mask, scores, timeout)
+    shards = Shards(ranks, pieces_q, pieces_k, mask, options, timeout)
     if method == "ring":
         return ring_of(shards)
     if method == "allgather":
@@ -420,7 +420,7 @@ def _ulysses(
         for groups in (groups_q, groups_k)
     )
     shared = keys_shared(call.heads_q, call.heads_kv, ranks.size)
-    inner = Shards(ring, inner_q, inner_k, shards.mask, shards.scores, shards.timeout, shared)
+    inner = Shards(ring, inner_q, inner_k, shards.mask, shards.options, shards.timeout, shared)
     return Ulysses(ring_of(inner), shards, call.heads_q, call.heads_kv)
 
 

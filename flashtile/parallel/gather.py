@@ -23,6 +23,7 @@ from torch import Tensor
 from flashtile.parallel.attend import (
     Forward,
     Gradients,
+    Rows,
     Saved,
     Shards,
     State,
@@ -30,9 +31,7 @@ from flashtile.parallel.attend import (
     add_at_ranges,
     at_ranges,
     attend_once,
-    attend_rows,
     covers,
-    new_results,
 )
 from flashtile.parallel.blocks import Mask, Pair, Ranges, outside, pair_of, union
 from flashtile.parallel.layout import OfRanks, in_sequence, tokens_of
@@ -240,26 +239,26 @@ class AllGather:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
         needs, rank = self._needs, self.shards.ranks.rank
         own, others = needs.own(rank), needs.gathered(rank)
-        scores, gather = self.shards.scores, self._exchange.gather
+        options, gather = self.shards.options, self._exchange.gather
         own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
         if not own.calls:
             keys, values = gather([k, v])()
-            out, lse = attend_once(q, keys, values, others, scores, sink)
+            out, lse = attend_once(q, keys, values, others, options, sink)
         elif own.disjoint and others.disjoint:
-            out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
+            rows = Rows(q, v.shape[-1], options, sink, (*own.calls, *others.calls))
             first, rest = own.in_two
             # NCCL's kernel probably begins as the first rows leave their multiprocessors. Begun with a kernel
             # of all rows, it probably got none on one rank until that kernel ended. On the other rank it held
             # some meanwhile, so their share of the work tiles came late. Measured are only the times: where
             # the host was ahead, both passes took 15.3 instead of 12.9 ms on the second rank.
-            begin = partial(attend_rows, out, lse, q, own_keys, own_values, first, scores, sink)
-            coming = gather([k, v], begin)
-            attend_rows(out, lse, q, own_keys, own_values, rest, scores, sink)
+            coming = gather([k, v], partial(rows.attend, own_keys, own_values, first))
+            rows.attend(own_keys, own_values, rest)
             keys, values = coming()
-            attend_rows(out, lse, q, keys, values, others, scores, sink)
+            rows.attend(keys, values, others)
+            out, lse = rows.out, rows.lse
         else:
             coming = gather([k, v])
-            state = State(q, v.shape[-1], scores, sink)
+            state = State(q, v.shape[-1], options, sink)
             state.attend(own_keys, own_values, own)
             keys, values = coming()
             state.attend(keys, values, others)
@@ -273,7 +272,7 @@ class AllGather:
     ) -> Gradients:
         q, k, v, out, lse, *halo = saved
         shards, needs, exchange, rank = self.shards, self._needs, self._exchange, self.shards.ranks.rank
-        rows = Saved(q, dout, dlse, out, lse, shards.scores)
+        rows = Saved(q, dout, dlse, out, lse, shards.options)
         dq, *sums = (Total(t, rows.dtype) for t in (q, k, v))
 
         def over_own_keys(queries: Saved, pair: Pair) -> None:

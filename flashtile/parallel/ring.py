@@ -54,9 +54,9 @@ class Ring:
         if ranks.size == 1:
             pair = shards.pair(0, 0)
             keys, values = (at_ranges(pair.ranges, x) for x in (k, v))  # ``pair`` counts keys within these
-            out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
+            out, lse = attend_once(q, keys, values, pair, shards.options, sink)
         else:
-            state = State(q, v.shape[-1], shards.scores, sink)
+            state = State(q, v.shape[-1], shards.options, sink)
             for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):
                 state.attend(keys, values, pair)
             out, lse = state.finish()
@@ -68,7 +68,7 @@ class Ring:
         q, k, v, out, lse = saved
         shards, ranks = self.shards, self.shards.ranks
         alone = ranks.size == 1 and not shards.keys_shared and covers(shards.pair(0, 0), q, k)
-        rows = Saved(q, dout, dlse, out, lse, shards.scores, partial=not alone)
+        rows = Saved(q, dout, dlse, out, lse, shards.options, partial=not alone)
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, k, v))
         returning: tuple[Pending, list[Tensor], Ranges] | None = None
         for t, pair, keys, values in _travel(shards, k, v, [*range(1, ranks.size), 0]):

@@ -653,14 +653,16 @@ def test_the_example_of_pictures_has_the_losses_and_gradients_of_one_device(rank
         assert max(differences) < 64 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @walk(
     "spans",
     [
         ((0, 6),),
         ((0, 6), (1, 3)),
+        ((0, 6), (0, 6)),
         ((3, 6), (0, 6)),
         ((3, 6), (0, 3)),
+        ((1, 3), (2, 5)),
         ((1, 3), (4, 5), (2, 6)),
         ((1, 3), (4, 6), (0, 6)),
         ((0, 6), (3, 4), (0, 2)),

@@ -325,7 +325,7 @@ def _check_with_mask(
     for name, given, instead in (
         ("causal or window_size", options.masking != Masking(), ": write it in mask_mod"),
         ("cu_seqlens_q", offsets is not None, ": write documents in mask_mod"),
-        ("a mesh of two dimensions", mesh is not None and mesh.ndim > 1, ""),
+        ("a mesh of two dimensions", getattr(mesh, "ndim", 1) > 1, ""),
         ("q, a DTensor,", _is_distributed(q), ": pass its local tensor"),
     ):
         if given:

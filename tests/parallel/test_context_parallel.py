@@ -263,6 +263,7 @@ REFUSED_WITH_MASKS = [
     ({"of_mask": {}, "method": "ring"}, "NotImplementedError: method must be 'auto' or 'allgather' with"),
     ({"of_mask": {}, "causal": True}, "NotImplementedError: causal or window_size cannot be combined with"),
     ({"of_mask": {}, "cu_seqlens_q": [0, 16]}, "NotImplementedError: cu_seqlens_q cannot be combined with"),
+    ({"of_mask": {}, "mesh": 3}, "TypeError: mesh must be a torch.distributed DeviceMesh, got int"),
     ({"block_mask": masks.create_block_mask(masks.causal(), None, None, 16, 16)},
      "TypeError: block_mask must be made by flashtile.parallel.shard_mask, got BlockMask"),
 ]  # fmt: skip

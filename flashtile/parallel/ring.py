@@ -81,12 +81,12 @@ class Ring:
             if t == 0:
                 add_at_ranges(pair.ranges, gradients, (dk, dv))
             else:
-                returning = self._return(t, gradients, [k, v])
+                returning = self._return(t, gradients)
         of_keys = rows.dtype if shards.keys_shared else k.dtype
         dsink = rows.sink_gradient(sink)
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
-    def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> tuple[Pending, list[Tensor], Ranges]:
+    def _return(self, t: int, parts: list[Tensor]) -> tuple[Pending, list[Tensor], Ranges]:
         """Start the exchange of the gradients of keys and values that step ``t`` has computed.
 
         Returns (messages, gradients of this rank's keys, ranges of these keys).
@@ -97,8 +97,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
-        shapes = [(x.shape[0], own.tokens, *x.shape[2:]) for x in of]
-        return *_exchange(shards, receiver, parts, sender, shapes), own.ranges
+        return *_exchange(shards, receiver, parts, sender, own.tokens), own.ranges
 
 
 def _travel(
@@ -119,9 +118,7 @@ def _travel(
         ranges = shards.pair(to, rank).ranges
         if ranges not in outgoing:
             outgoing[ranges] = [at_ranges(ranges, x).contiguous() for x in (k, v)]
-        tokens = shards.pair(rank, of).tokens
-        shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
-        return _exchange(shards, to, outgoing[ranges], of, shapes)
+        return _exchange(shards, to, outgoing[ranges], of, shards.pair(rank, of).tokens)
 
     coming = post(steps[0])
     for i, t in enumerate(steps):
@@ -136,10 +133,10 @@ def _travel(
 
 
 def _exchange(
-    shards: Shards, to: int, parts: list[Tensor], of: int, shapes: list[tuple[int, ...]]
+    shards: Shards, to: int, parts: list[Tensor], of: int, tokens: int
 ) -> tuple[Pending, list[Tensor]]:
-    """Start sending ``parts`` to rank ``to`` and receiving tensors of ``shapes`` from rank ``of``."""
-    incoming = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+    """Start sending ``parts`` to rank ``to``, and receiving as many of ``tokens`` tokens from rank ``of``."""
+    incoming = [part.new_empty((part.shape[0], tokens, *part.shape[2:])) for part in parts]
     sent = [Message(to, as_bytes([part])) for part in parts]
     received = [Message(of, as_bytes([part])) for part in incoming]
     return shards.ranks.post(sent, received, shards.timeout), incoming

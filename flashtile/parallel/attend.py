@@ -215,8 +215,8 @@ class Total:
         like: a tensor of the sum's shape and device.
         dtype: dtype of the addition.
 
-    Two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum. So are
-    any number without a token in common, with or without one of all tokens.
+    Up to two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum.
+    More are kept if they have no token in common, next to at most one of all tokens.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:

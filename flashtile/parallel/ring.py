@@ -33,7 +33,7 @@ from flashtile.parallel.ranks import Message, Pending, as_bytes
 
 
 def ring_of(shards: Shards) -> Method:
-    """Return the ring, or what is left of it where each rank sees few keys of others: one exchange of them.
+    """Return the ring, or a single exchange of keys where each rank sees few keys of others.
 
     Under a window shorter than a rank's tokens, a ring would compute all rows twice, in float32 and with a
     merge, for the few rows that also see keys of a neighbour. Both methods hold keys of at most two ranks.

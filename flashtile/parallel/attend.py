@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
 from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, are_disjoint, outside, pair_of, union
-from flashtile.parallel.layout import OfRanks, tokens_of
+from flashtile.parallel.layout import OfRanks
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.problems.masking import Masking
@@ -50,14 +50,6 @@ class Shards:
     def pair(self, rank_q: int, rank_k: int) -> Pair:
         """Return the attention calls of one rank's queries over another rank's keys."""
         return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
-
-    @property
-    def lengths_q(self) -> list[int]:
-        return [tokens_of(pieces) for pieces in self.pieces_q]
-
-    @property
-    def lengths_k(self) -> list[int]:
-        return [tokens_of(pieces) for pieces in self.pieces_k]
 
 
 class Forward(NamedTuple):

@@ -390,38 +390,28 @@ def _method(
     mask = _mask(call, options)
     if options.softmax_scale is None:
         options = options._replace(softmax_scale=call.head_dim**-0.5)
-    if mesh is not None and mesh.ndim == 2:
-        ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
-        of_groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
-        own = of_groups[ring.rank]
-        shards = Shards(inner, pieces_q[own], pieces_k[own], mask, options, timeout)
-        groups_q, groups_k = (tuple(of[group] for group in of_groups) for of in (pieces_q, pieces_k))
-        return _ulysses(call, inner, groups_q, groups_k, ring, shards)
-    if method == "auto":
+    two_dimensions = mesh is not None and mesh.ndim == 2
+    if method == "auto" and not two_dimensions:
         sharing = Sharing(
             call.batch, sum(call.lengths_q), call.heads_q, call.heads_kv, call.head_dim, call.head_dim_v,
             str(call.dtype).removeprefix("torch."), mask.left, mask.right, layout, call.backward,
         )  # fmt: skip
         method = choose(sharing, ranks.size, *setting_of(call.device, ranks.size)).method
-    shards = Shards(ranks, pieces_q, pieces_k, mask, options, timeout)
-    if method == "ring":
-        return ring_of(shards)
-    if method == "allgather":
-        return AllGather(shards)
-    return _ulysses(call, ranks, (pieces_q,), (pieces_k,), Alone(), shards)
-
-
-def _ulysses(
-    call: _Call, ranks: Ranks, groups_q: tuple, groups_k: tuple, ring: Ranks, shards: Shards
-) -> Method:
-    """Return the method that runs Ulysses within each group of ranks, and a ring over the groups."""
-    inner_q, inner_k = (
-        tuple(in_order([piece for pieces in group for piece in pieces]) for group in groups)
-        for groups in (groups_q, groups_k)
+    if method in ("ring", "allgather"):
+        shards = Shards(ranks, pieces_q, pieces_k, mask, options, timeout)
+        return ring_of(shards) if method == "ring" else AllGather(shards)
+    # Ulysses within each group of ranks, and a ring over the groups. Without a mesh there is one group.
+    ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1)) if two_dimensions else (Alone(), ranks)
+    groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
+    groups_q, groups_k = (
+        tuple(in_order([piece for pieces in of_ranks[group] for piece in pieces]) for group in groups)
+        for of_ranks in (pieces_q, pieces_k)
     )
-    shared = keys_shared(call.heads_q, call.heads_kv, ranks.size)
-    inner = Shards(ring, inner_q, inner_k, shards.mask, shards.options, shards.timeout, shared)
-    return Ulysses(ring_of(inner), shards, call.heads_q, call.heads_kv)
+    shared = keys_shared(call.heads_q, call.heads_kv, inner.size)
+    outer = ring_of(Shards(ring, groups_q, groups_k, mask, options, timeout, shared))
+    own = groups[ring.rank]
+    shards = Shards(inner, pieces_q[own], pieces_k[own], mask, options, timeout)
+    return Ulysses(outer, shards, call.heads_q, call.heads_kv)
 
 
 def _mask(call: _Call, options: Options) -> Mask:

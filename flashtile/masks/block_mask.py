@@ -136,7 +136,7 @@ def create_block_mask(
     mask_mod = as_mask_mod(mask_mod)
     mask_mod.check_lengths(Q_LEN, KV_LEN)
     program, tensors, *_ = traced("mask_mod", mask_mod)
-    device = _device(device, tensors)
+    device = device_of_mask(device, tensors)
     blocks_q, blocks_kv = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
     some = torch.zeros((batch, heads, blocks_q, blocks_kv), dtype=torch.bool, device=device)
     every = torch.zeros_like(some)
@@ -200,7 +200,7 @@ def block_sizes(value: Any) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
+def device_of_mask(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
     """Return the device on which a mask that captures these tensors is evaluated."""
     if given is None:
         given = tensors[0].device if tensors else "cpu"

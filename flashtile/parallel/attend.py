@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,36 +16,12 @@ from torch import Tensor
 
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
-from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, other_rows, pair_of, union
-from flashtile.parallel.layout import Piece, tokens_of
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, are_disjoint, outside, pair_of, union
+from flashtile.parallel.layout import OfRanks
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.problems.masking import Masking
 from flashtile.reference.attention import sink_gradient
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Options of the attention calls other than the mask, as for :func:`flashtile.attention`."""
-
-    softmax_scale: float
-    softcap: float = 0.0
-    deterministic: bool = False
-    backend: str | None = None
-
-    def options(self, call: Block | Packed, partial: bool) -> Options:
-        block = call.blocks[0] if isinstance(call, Packed) else call
-        longest_q, longest_k = call.longest if isinstance(call, Packed) else (None, None)
-        return Options(
-            max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k,
-            softmax_scale=self.softmax_scale,
-            masking=Masking(window_left=block.left, window_right=block.right),
-            softcap=self.softcap,
-            deterministic=self.deterministic,
-            backend=self.backend,
-            partial=partial,
-        )
 
 
 @dataclass(frozen=True)
@@ -58,31 +33,23 @@ class Shards:
         pieces_q: for each rank, the tokens of the sequence that its q holds.
         pieces_k: for each rank, the tokens of the sequence that its k and v hold.
         mask: the mask of the whole sequence.
-        scores: the other options of attention.
+        options: options of attention, with a ``softmax_scale``. Each attention call has its own mask.
         timeout: seconds to wait for a rank.
         keys_shared: whether ranks outside of the group attend to the same key heads. Gradients of keys and
             values are then returned in float32, and the caller sums them.
     """
 
     ranks: Ranks
-    pieces_q: tuple[tuple[Piece, ...], ...]
-    pieces_k: tuple[tuple[Piece, ...], ...]
+    pieces_q: OfRanks
+    pieces_k: OfRanks
     mask: Mask
-    scores: Scores
+    options: Options
     timeout: float
     keys_shared: bool = False
 
     def pair(self, rank_q: int, rank_k: int) -> Pair:
         """Return the attention calls of one rank's queries over another rank's keys."""
         return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
-
-    @property
-    def lengths_q(self) -> list[int]:
-        return [tokens_of(pieces) for pieces in self.pieces_q]
-
-    @property
-    def lengths_k(self) -> list[int]:
-        return [tokens_of(pieces) for pieces in self.pieces_k]
 
 
 class Forward(NamedTuple):
@@ -130,15 +97,15 @@ class State:
     Args:
         q: (batch, tokens, heads_q, head_dim).
         head_dim_v: head size of the values.
-        scores: options of the calls.
+        options: as for :class:`Shards`.
         sink: (heads_q,) or None. With a sink, lse of a row starts at the sink instead of -inf.
 
     A partial result is merged only when the next one arrives. So the last merge can also convert ``out`` to
     q's dtype.
     """
 
-    def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
-        self.q, self.scores, self.sink = q, scores, sink
+    def __init__(self, q: Tensor, head_dim_v: int, options: Options, sink: Tensor | None) -> None:
+        self.q, self.options, self.sink = q, options, sink
         self._head_dim_v = head_dim_v
         self._merged: tuple[Tensor, Tensor] | None = None
         self._last: tuple[Tensor, Tensor, int] | None = None
@@ -150,7 +117,7 @@ class State:
         head_dim).
         """
         for call in pair.calls:
-            out, lse = _forward(self.q, k, v, call, self.scores, partial=True)
+            out, lse = _forward(self.q, k, v, call, self.options, partial=True)
             rows = _rows(call)
             if self._merged is None and self.sink is None and rows == (0, self.q.shape[1]):
                 self._merged = out, lse
@@ -171,8 +138,41 @@ class State:
         return merge_into(out, lse, *last, dtype), lse
 
 
+class Rows:
+    """out and lse of a rank's queries, each of which is in at most one attention call: nothing is merged.
+
+    Args:
+        q, head_dim_v, options, sink: as for :class:`State`.
+        calls: all calls to come. Queries in none of them see no key.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        head_dim_v: int,
+        options: Options,
+        sink: Tensor | None,
+        calls: Sequence[Block | Packed],
+    ) -> None:
+        self.q, self.options, self.sink = q, options, sink
+        batch, tokens, heads, _ = q.shape
+        if union([_rows(call) for call in calls]) == ((0, tokens),):
+            self.out = q.new_empty((batch, tokens, heads, head_dim_v))
+            self.lse = q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
+        else:
+            self.out, self.lse = first_state(q, head_dim_v, sink, q.dtype)
+
+    def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
+        """Run the attention calls of ``pair``, and write their rows of out and lse."""
+        for call in pair.calls:
+            rows = slice(*_rows(call))
+            _, self.lse[:, :, rows] = _forward(
+                self.q, k, v, call, self.options, partial=False, sink=self.sink, out=self.out[:, rows]
+            )
+
+
 def attend_once(
-    q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, pair: Pair, options: Options, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run the attention calls of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
@@ -180,35 +180,14 @@ def attend_once(
     results to merge, and the kernel itself converts ``out`` to q's dtype.
     """
     if not pair.disjoint:
-        state = State(q, v.shape[-1], scores, sink)
+        state = State(q, v.shape[-1], options, sink)
         state.attend(k, v, pair)
         return state.finish()
     if len(pair.calls) == 1 and _rows(pair.calls[0]) == (0, q.shape[1]):
-        return _forward(q, k, v, pair.calls[0], scores, partial=False, sink=sink)
-    out, lse = new_results(q, v.shape[-1], pair.calls, sink)
-    attend_rows(out, lse, q, k, v, pair, scores, sink)
-    return out, lse
-
-
-def new_results(
-    q: Tensor, head_dim_v: int, calls: Sequence[Block | Packed], sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) in q's dtype for ``calls`` to write. Queries in no call see no key."""
-    batch, tokens, heads, _ = q.shape
-    if union([_rows(call) for call in calls]) != ((0, tokens),):
-        return first_state(q, head_dim_v, sink, q.dtype)
-    out = q.new_empty((batch, tokens, heads, head_dim_v))
-    return out, q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
-
-
-def attend_rows(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
-) -> None:
-    """Run the attention calls of ``pair``, and write their rows of out and lse. No query is in two calls."""
-    for call in pair.calls:
-        rows = slice(*_rows(call))
-        into = out[:, rows]
-        _, lse[:, :, rows] = _forward(q, k, v, call, scores, partial=False, sink=sink, out=into)
+        return _forward(q, k, v, pair.calls[0], options, partial=False, sink=sink)
+    rows = Rows(q, v.shape[-1], options, sink, pair.calls)
+    rows.attend(k, v, pair)
+    return rows.out, rows.lse
 
 
 def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -228,51 +207,52 @@ class Total:
         like: a tensor of the sum's shape and device.
         dtype: dtype of the addition.
 
-    Two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum. So are
-    any number without a token in common, with or without one of all tokens.
+    Up to two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum.
+    More are kept if they have no token in common, next to at most one of all tokens.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
         self._whole = 0, like.shape[1]
-        self._parts: list[tuple[Tensor, int, int]] = []
+        self._parts: list[tuple[tuple[int, int], Tensor]] = []
 
     def add(self, part: Tensor, start: int, stop: int) -> None:
         """Add ``part``, the gradients of tokens ``start`` to ``stop``.
 
         The sum may later be written into the memory of ``part``.
         """
-        some = sorted(span for _, *span in (*self._parts, (part, start, stop)) if span != [*self._whole])
-        alone = len(some) >= len(self._parts) and all(a[1] <= b[0] for a, b in pairwise(some))
-        if len(self._parts) >= 2 and not alone:
-            self._parts = [(self.value(), *self._whole)]
-        self._parts.append((part, start, stop))
+        spans = [*(span for span, _ in self._parts), (start, stop)]
+        some = [span for span in spans if span != self._whole]
+        apart = len(some) >= len(self._parts) and are_disjoint(some)
+        if len(self._parts) >= 2 and not apart:
+            self._parts = [(self._whole, self.value())]
+        self._parts.append(((start, stop), part))
 
     def value(self) -> Tensor:
         return self.rounded(self._dtype)
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # gradients of all tokens come first
-        bounds = [bound for _, *of_part in parts for bound in of_part]
-        if bounds == [*self._whole]:
-            return parts[0][0].to(dtype)
-        if bounds[:2] == [*self._whole]:
-            (first, *_), *others = parts
+        # In the order of their tokens. Gradients of all tokens come first.
+        parts = sorted(self._parts, key=lambda of: (of[0][0], -of[0][1]))
+        spans, total = tuple(span for span, _ in parts), self._whole[1]
+        if spans == (self._whole,):
+            return parts[0][1].to(dtype)
+        if spans[:1] == (self._whole,):
+            (_, first), *others = parts
             result = first if first.dtype == dtype else torch.empty_like(self._like, dtype=dtype)
-            for part, start, stop in others:
+            for (start, stop), part in others:
                 torch.add(first[:, start:stop], part, out=result[:, start:stop])
-            alone = other_rows(tuple((start, stop) for _, start, stop in others), self._whole[1])
-            for start, stop in alone if result is not first else ():
+            for start, stop in outside(spans[1:], total) if result is not first else ():
                 result[:, start:stop] = first[:, start:stop]
             return result
-        if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # the parts cover all tokens without overlap
+        if are_disjoint(spans) and not outside(spans, total):
             result = torch.empty_like(self._like, dtype=dtype)
-            for part, start, stop in parts:
+            for (start, stop), part in parts:
                 result[:, start:stop] = part
             return result
         result = torch.zeros_like(self._like, dtype=self._dtype)
-        for part, start, stop in parts:
+        for (start, stop), part in parts:
             result[:, start:stop] += part
         return result.to(dtype)
 
@@ -290,15 +270,16 @@ class Saved:
     dlse: Tensor | None
     out: Tensor
     lse: Tensor
-    scores: Scores
+    options: Options
     partial: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
         return wide(self.q.dtype) if self.partial else self.q.dtype
 
-    def differentiate(self, k: Tensor, v: Tensor, pair: Pair, dq: Total, dk: Total, dv: Total) -> None:
-        """Add the gradients that come from the keys of ``pair`` to dq, dk and dv."""
+    def differentiate(self, k: Tensor, v: Tensor, pair: Pair, dq: Total) -> tuple[Total, Total]:
+        """Return the gradients of ``k`` and ``v``, the keys of ``pair``. Those of queries are added to dq."""
+        dk, dv = Total(k, self.dtype), Total(v, self.dtype)
         for call in pair.calls:
             rows, keys = _rows(call), _keys(call)
             of_rows, of_keys = slice(*rows), slice(*keys)
@@ -306,6 +287,7 @@ class Saved:
             dq.add(parts[0], *rows)
             dk.add(parts[1], *keys)
             dv.add(parts[2], *keys)
+        return dk, dv
 
     def sink_gradient(self, sink: Tensor | None) -> Tensor | None:
         """Return dsink (heads,), or None without a sink."""
@@ -316,7 +298,7 @@ class Saved:
         lse = self.lse[:, :, rows].contiguous()
         dlse = None if self.dlse is None else self.dlse[:, :, rows].contiguous()
         tensors = (dout, dlse, q, k, v, out.contiguous(), lse)
-        options = self.scores.options(call, self.partial)
+        options = _options_of(call, self.options, self.partial)
         if isinstance(call, Block):
             return BACKWARD.launch(tensors, NO_EXTRAS, options)[:3]
         extras = OptionalTensors(*call.offsets(self.q.device))
@@ -329,7 +311,7 @@ def _forward(
     k: Tensor,
     v: Tensor,
     call: Block | Packed,
-    scores: Scores,
+    options: Options,
     partial: bool,
     sink: Tensor | None = None,
     out: Tensor | None = None,
@@ -339,7 +321,7 @@ def _forward(
     With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype. ``out``, if given,
     receives the result.
     """
-    options = scores.options(call, partial)
+    options = _options_of(call, options, partial)
     rows, keys = slice(*_rows(call)), slice(*_keys(call))
     tensors: tuple[Tensor, ...] = (q[:, rows], k[:, keys], v[:, keys])
     extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
@@ -352,6 +334,17 @@ def _forward(
     else:
         result = FORWARD_INTO.write(tensors, extras, options, (out, None))
     return tuple(t.unsqueeze(0) for t in result) if isinstance(call, Packed) else result
+
+
+def _options_of(call: Block | Packed, options: Options, partial: bool) -> Options:
+    block = call.blocks[0] if isinstance(call, Packed) else call
+    longest_q, longest_k = call.longest if isinstance(call, Packed) else (None, None)
+    return options._replace(
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        masking=Masking(window_left=block.left, window_right=block.right),
+        partial=partial,
+    )
 
 
 def _rows(call: Block | Packed) -> tuple[int, int]:

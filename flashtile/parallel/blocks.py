@@ -8,7 +8,7 @@ blocks are not sent, and scores outside are not computed. Everything here is int
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -154,8 +154,7 @@ class Pair:
     @cached_property
     def disjoint(self) -> bool:
         """Whether each query is in at most one call, so that no partial results have to be merged."""
-        rows = sorted((call.q_start, call.q_stop) for call in self.calls)
-        return all(a[1] <= b[0] for a, b in pairwise(rows))
+        return are_disjoint([(call.q_start, call.q_stop) for call in self.calls])
 
     @cached_property
     def pairs(self) -> int:
@@ -183,28 +182,33 @@ def pair_of(
     With ``rows``, the calls are limited to these queries, and each call is within one of the ranges.
     """
     length = tokens_of(queries)
+    rows = ((0, length),) if rows is None else rows
     one_document = len(mask.starts_q) == 2
-    if one_document and rows in (None, ((0, length),)) and _own_causal(queries, keys, mask):
-        return Pair(((0, length),), (Block(0, length, 0, length, UNLIMITED, 0),))
-    found = _merged(list(_blocks(queries, keys, mask)))
-    if rows is not None:
-        found = [part for of_rows in rows for block in found if (part := _limited(block, *of_rows))]
+    if one_document and rows == ((0, length),) and _own_causal(queries, keys, mask):
+        return Pair(rows, (Block(0, length, 0, length, UNLIMITED, 0),))
+    blocks = _merged(list(_blocks(queries, keys, mask)))
+    found = [part for of_rows in rows for block in blocks if (part := _limited(block, *of_rows))]
     ranges = union([(block.k_start, block.k_stop) for block in found])
     compact = [_counted_through(ranges, block) for block in found]
     if one_document:
         return Pair(ranges, tuple(compact))
     tokens_k = sum(stop - start for start, stop in ranges)
     calls: list[Block | Packed] = []
-    for start, stop in ((0, length),) if rows is None else rows:
+    for start, stop in rows:
         within = [block for block in compact if start <= block.q_start < stop]
         calls += _packed(within, start, stop, tokens_k)
     return Pair(ranges, tuple(calls))
 
 
-def other_rows(rows: Ranges, total: int) -> Ranges:
-    """Return the queries from 0 to ``total`` that are not in ``rows``."""
-    bounds = [0, *(bound for of_rows in rows for bound in of_rows), total]
+def outside(ranges: Ranges, total: int) -> Ranges:
+    """Return the tokens from 0 to ``total`` that are not in ``ranges``."""
+    bounds = [0, *(bound for of_range in ranges for bound in of_range), total]
     return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b)
+
+
+def are_disjoint(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether no token is in two of the ranges, which may be in any order."""
+    return all(a[1] <= b[0] for a, b in pairwise(sorted(ranges)))
 
 
 def _limited(block: Block, start: int, stop: int) -> Block | None:
@@ -212,6 +216,8 @@ def _limited(block: Block, start: int, stop: int) -> Block | None:
     first, last = max(start, block.q_start), min(stop, block.q_stop)
     if first >= last:
         return None
+    if (first, last) == (block.q_start, block.q_stop):
+        return block
     # A query has the position of the key with which it is aligned, so the last ones have the same.
     position = first + block.k_stop - block.q_stop
     rows, keys = Piece(position, last - first), Piece(block.k_start, block.k_stop - block.k_start)

@@ -179,9 +179,7 @@ def context_parallel_decode(
     if merge == "symmetric" and ranks.size > 1:
         shared = shared_memory(ranks, batch * seqlen_q * heads, v_cache.shape[-1], q.device)
     lengths = cache_seqlens
-    if k is not None or v is not None:
-        assert k is not None
-        assert v is not None
+    if k is not None and v is not None:
         descales = (k_descale, v_descale)
         _append(ranks, k_cache, v_cache, k, v, lengths, block_table, interleave, descales, backend)
         lengths = lengths + k.shape[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashtile.api.attention import attention
 from flashtile.checks.arguments import ERRORS, check_choice, check_dense, named
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import (
@@ -22,11 +23,11 @@ from flashtile.checks.conversions import (
 )
 from flashtile.op.operation import PLAIN_TYPES, any_learns
 from flashtile.op.registry import flat, flat_fields
-from flashtile.parallel.attend import Method, Scores, Shards
+from flashtile.parallel.attend import Method, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
 from flashtile.parallel.layout import LAYOUTS, all_pieces
-from flashtile.parallel.masked import ShardedMask, attend_under_mask
+from flashtile.parallel.masked import ShardedMask, gather_under_mask
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import ring_of
@@ -158,7 +159,7 @@ def context_parallel_attention(
         )  # fmt: skip
     offsets_q, offsets_k = _offsets(cu_seqlens_q, cu_seqlens_k)
     packed = offsets_q is not None
-    ranks, meshed = _find_ranks(group, mesh, method)
+    ranks = _find_ranks(group, mesh, method)
     q, k, v, sink = (in_memory(t) for t in (*as_operands(q, k, v), sink))
     if packed:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -169,13 +170,14 @@ def context_parallel_attention(
                     f"got shape {tuple(tensor.shape)}"
                 )
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    _check_own(ranks, q, k, v, sink, block_mask, options, timeout)
-    others = method, layout, meshed, offsets_q, offsets_k, block_mask
-    call = _agree(ranks, q, k, v, sink, options, others, timeout)
+    call = _agree(
+        ranks, q, k, v, sink, options, method, layout, mesh, offsets_q, offsets_k, block_mask, timeout
+    )
     if block_mask is not None:
-        return attend_under_mask(
-            q, k, v, block_mask, ranks, timeout, softmax_scale=softmax_scale, softcap=softcap, sink=sink,
-            deterministic=deterministic, return_lse=return_lse, backend=backend,
+        keys, values = gather_under_mask(k, v, block_mask, ranks, timeout)
+        return attention(
+            q, keys, values, block_mask=block_mask.block_mask, softmax_scale=softmax_scale, softcap=softcap,
+            sink=sink, deterministic=deterministic, return_lse=return_lse, backend=backend,
         )  # fmt: skip
     out, lse = _Attention.apply(q, k, v, sink, _method(call, ranks, mesh, method, layout, options, timeout))
     if packed:
@@ -310,19 +312,6 @@ class _Attention(torch.autograd.Function):
         return *result, None
 
 
-def _check_own(
-    ranks: Ranks, q: Any, k: Any, v: Any, sink: Any, mask: Any, options: Options, timeout: float
-) -> None:
-    """Check this rank's own arguments. An error is sent to all ranks before it is raised."""
-    try:
-        check_call(q, k, v, NO_EXTRAS if sink is None else OptionalTensors(sink=sink), options)
-        if mask is not None:
-            mask.check_tokens(ranks, q, k)
-    except ERRORS as error:
-        ranks.refuse(error, timeout, q.device if isinstance(q, Tensor) else torch.device("cpu"))
-        raise
-
-
 def _check_with_mask(
     mask: Any, q: Any, layout: str, method: str, mesh: Any, options: Options, offsets: Any
 ) -> None:
@@ -336,7 +325,7 @@ def _check_with_mask(
     for name, given, instead in (
         ("causal or window_size", options.masking != Masking(), ": write it in mask_mod"),
         ("cu_seqlens_q", offsets is not None, ": write documents in mask_mod"),
-        ("a mesh of two dimensions", mesh is not None and mesh.ndim > 1, ""),
+        ("a mesh of two dimensions", getattr(mesh, "ndim", 1) > 1, ""),
         ("q, a DTensor,", _is_distributed(q), ": pass its local tensor"),
     ):
         if given:
@@ -344,22 +333,26 @@ def _check_with_mask(
 
 
 def _agree(
-    ranks: Ranks,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    options: Options,
-    others: tuple,
-    timeout: float,
-) -> _Call:
-    method, layout, meshed, offsets_q, offsets_k, mask = others
+    ranks: Ranks, q: Any, k: Any, v: Any, sink: Any, options: Options, method: str, layout: str, mesh: Any,
+    offsets_q: Any, offsets_k: Any, mask: Any, timeout: float,
+) -> _Call:  # fmt: skip
+    """Check this rank's arguments, and compare its call with those of the other ranks.
+
+    An error of this rank's arguments is sent to the other ranks before it is raised.
+    """
+    try:
+        check_call(q, k, v, NO_EXTRAS if sink is None else OptionalTensors(sink=sink), options)
+        if mask is not None:
+            mask.check_tokens(ranks, q, k)
+    except ERRORS as error:
+        ranks.refuse(error, timeout, q.device if isinstance(q, Tensor) else torch.device("cpu"))
+        raise
     learns = torch.is_grad_enabled() and any_learns((q, k, v, sink))
     same: dict[str, Any] = {
         "method": method,
         "layout": layout,
         "the GPU and its link": [of.name for of in setting_of(q.device, ranks.size)],
-        "the mesh's shape": meshed,
+        "the mesh's shape": None if mesh is None else tuple(mesh.shape),
         "the batch size": q.shape[0],
         "heads of q": q.shape[2],
         "heads of k": k.shape[2],
@@ -395,40 +388,30 @@ def _method(
     pieces_q = all_pieces(layout, call.lengths_q, "q")
     pieces_k = all_pieces(layout, call.lengths_k, "k")
     mask = _mask(call, options)
-    scale = call.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    scores = Scores(scale, options.softcap, options.deterministic, options.backend)
-    if mesh is not None and mesh.ndim == 2:
-        ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
-        of_groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
-        own = of_groups[ring.rank]
-        shards = Shards(inner, pieces_q[own], pieces_k[own], mask, scores, timeout)
-        groups_q, groups_k = (tuple(of[group] for group in of_groups) for of in (pieces_q, pieces_k))
-        return _ulysses(call, inner, groups_q, groups_k, ring, shards)
-    if method == "auto":
+    if options.softmax_scale is None:
+        options = options._replace(softmax_scale=call.head_dim**-0.5)
+    two_dimensions = mesh is not None and mesh.ndim == 2
+    if method == "auto" and not two_dimensions:
         sharing = Sharing(
             call.batch, sum(call.lengths_q), call.heads_q, call.heads_kv, call.head_dim, call.head_dim_v,
             str(call.dtype).removeprefix("torch."), mask.left, mask.right, layout, call.backward,
         )  # fmt: skip
         method = choose(sharing, ranks.size, *setting_of(call.device, ranks.size)).method
-    shards = Shards(ranks, pieces_q, pieces_k, mask, scores, timeout)
-    if method == "ring":
-        return ring_of(shards)
-    if method == "allgather":
-        return AllGather(shards)
-    return _ulysses(call, ranks, (pieces_q,), (pieces_k,), Alone(), shards)
-
-
-def _ulysses(
-    call: _Call, ranks: Ranks, groups_q: tuple, groups_k: tuple, ring: Ranks, shards: Shards
-) -> Method:
-    """Return the method that runs Ulysses within each group of ranks, and a ring over the groups."""
-    inner_q, inner_k = (
-        tuple(in_order([piece for pieces in group for piece in pieces]) for group in groups)
-        for groups in (groups_q, groups_k)
+    if method in ("ring", "allgather"):
+        shards = Shards(ranks, pieces_q, pieces_k, mask, options, timeout)
+        return ring_of(shards) if method == "ring" else AllGather(shards)
+    # Ulysses within each group of ranks, and a ring over the groups. Without a mesh there is one group.
+    ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1)) if two_dimensions else (Alone(), ranks)
+    groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
+    groups_q, groups_k = (
+        tuple(in_order([piece for pieces in of_ranks[group] for piece in pieces]) for group in groups)
+        for of_ranks in (pieces_q, pieces_k)
     )
-    shared = keys_shared(call.heads_q, call.heads_kv, ranks.size)
-    inner = Shards(ring, inner_q, inner_k, shards.mask, shards.scores, shards.timeout, shared)
-    return Ulysses(ring_of(inner), shards, call.heads_q, call.heads_kv)
+    shared = keys_shared(call.heads_q, call.heads_kv, inner.size)
+    outer = ring_of(Shards(ring, groups_q, groups_k, mask, options, timeout, shared))
+    own = groups[ring.rank]
+    shards = Shards(inner, pieces_q[own], pieces_k[own], mask, options, timeout)
+    return Ulysses(outer, shards, call.heads_q, call.heads_kv)
 
 
 def _mask(call: _Call, options: Options) -> Mask:
@@ -466,9 +449,9 @@ def _read_offsets(name: str, offsets: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _find_ranks(group: Any, mesh: Any, method: str) -> tuple[Ranks, tuple[int, ...] | None]:
+def _find_ranks(group: Any, mesh: Any, method: str) -> Ranks:
     if mesh is None:
-        return ranks_of(group), None
+        return ranks_of(group)
     check_mesh(group, mesh)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must have dimensions (ranks,) or (ring, ulysses), got {mesh.ndim} dimensions")
@@ -476,4 +459,4 @@ def _find_ranks(group: Any, mesh: Any, method: str) -> tuple[Ranks, tuple[int, .
         raise ValueError(
             f"method must be 'auto' on a mesh of two dimensions (Ulysses within a ring), got {method!r}"
         )
-    return ranks_of(group, mesh), tuple(mesh.mesh.shape)
+    return ranks_of(group, mesh)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from flashtile.parallel.attend import (
     Forward,
     Gradients,
+    Rows,
     Saved,
     Shards,
     State,
@@ -29,12 +31,10 @@ from flashtile.parallel.attend import (
     add_at_ranges,
     at_ranges,
     attend_once,
-    attend_rows,
     covers,
-    new_results,
 )
-from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, union
-from flashtile.parallel.layout import Piece, joined, tokens_of
+from flashtile.parallel.blocks import Mask, Pair, Ranges, outside, pair_of, union
+from flashtile.parallel.layout import OfRanks, in_sequence, tokens_of
 from flashtile.parallel.ranks import Message, Ranks, as_bytes
 
 Item = TypeVar("Item")
@@ -75,14 +75,13 @@ class Needs:
     def __init__(self, pieces_q: OfRanks, pieces_k: OfRanks, mask: Mask) -> None:
         self._q, self._k, self._mask = pieces_q, pieces_k, mask
         self._lengths_k = [tokens_of(pieces) for pieces in pieces_k]
-        self._in_order = all(piece.step == 1 for pieces in pieces_k for piece in pieces)
-        self._keys = self._ordered(pieces_k)
+        self._keys = in_sequence(chain.from_iterable(pieces_k))
         self._rows: dict[int, Ranges] = {}
         self._parts: dict[tuple[int, int], list[Part]] = {}
 
     def own(self, rank: int) -> Pair:
         """The attention calls of a rank's queries that see only keys of this rank, over these keys."""
-        rows = other_rows(self._rows_of_others(rank), tokens_of(self._q[rank]))
+        rows = outside(self._rows_of_others(rank), tokens_of(self._q[rank]))
         return pair_of(self._q[rank], self._k[rank], self._mask, rows)
 
     def gathered(self, rank: int) -> Pair:
@@ -99,13 +98,13 @@ class Needs:
         """
         # One pair with the keys of all others, which are few pieces: a pair with each would take hundreds
         # of milliseconds for 64 ranks, in every step on packed documents.
-        return pair_of(self._q[rank], self._ordered(self._k[:rank] + self._k[rank + 1 :]), self._mask)
+        others = chain.from_iterable(self._k[:rank] + self._k[rank + 1 :])
+        return pair_of(self._q[rank], in_sequence(others), self._mask)
 
     def halo_ranges(self, rank: int) -> Ranges:
         """The halo's places among the keys that a rank gathers."""
-        others = (owner for owner in range(len(self._k)) if owner != rank)
-        parts = (part for owner in others for part in self.parts(owner, rank))
-        return union([(part.gathered, part.gathered + part.tokens) for part in parts])
+        own = union([(part.gathered, part.gathered + part.tokens) for part in self.parts(rank, rank)])
+        return outside(own, self.gathered(rank).tokens)
 
     @cached_property
     def few(self) -> bool:
@@ -122,7 +121,7 @@ class Needs:
         own, before = 0, sum(self._lengths_k[:owner])
         of_itself = [] if owner == needed_by else self.parts(needed_by, needed_by)
         for piece in self._k[owner]:
-            first = piece.start if self._in_order else before + own  # index among the keys of all ranks
+            first = piece.start if piece.step == 1 else before + own  # index among the keys of all ranks
             gathered = 0
             for start, stop in ranges:
                 begin, end = max(start, first), min(stop, first + piece.length)
@@ -141,13 +140,7 @@ class Needs:
             self._rows[rank] = union([(block.q_start, block.q_stop) for block in blocks])
         return self._rows[rank]
 
-    def _ordered(self, ranks: OfRanks) -> tuple[Piece, ...]:
-        """Return the keys of some ranks, in the order of the sequence, in "striped" by rank."""
-        keys = tuple(piece for pieces in ranks for piece in pieces)
-        return joined(sorted(keys)) if self._in_order else keys
 
-
-OfRanks = tuple[tuple[Piece, ...], ...]
 _needs = lru_cache(maxsize=64)(Needs)
 
 
@@ -176,11 +169,9 @@ class Exchange:
         tokens = self.needs.gathered(rank).tokens
         gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
         sent = [Message(other, as_bytes([part.of_owner(t)])) for other, t, part in self._parts(tensors, True)]
-        incoming = [(other, part.of_gathered(t)) for other, t, part in self._parts(gathered, False)]
-        buffers = [x if x.is_contiguous() else torch.empty_like(x) for _, x in incoming]
-        received = [
-            Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
-        ]
+        places = [(other, part.of_gathered(t)) for other, t, part in self._parts(gathered, False)]
+        incoming = [(other, x, x if x.is_contiguous() else torch.empty_like(x)) for other, x in places]
+        received = [Message(other, as_bytes([buffer])) for other, _, buffer in incoming]
         for t, to in zip(tensors, gathered, strict=True):
             for part in self.needs.parts(rank, rank):
                 part.of_gathered(to).copy_(part.of_owner(t))
@@ -188,7 +179,7 @@ class Exchange:
 
         def arrive() -> list[Tensor]:
             pending.wait()
-            for (_, x), buffer in zip(incoming, buffers, strict=True):
+            for _, x, buffer in incoming:
                 if buffer is not x:  # the message could not be received in place
                     x.copy_(buffer)
             return gathered
@@ -246,77 +237,70 @@ class AllGather:
     shards: Shards
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
-        own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
-        scores, gather = self.shards.scores, self._exchange.gather
+        needs, rank = self._needs, self.shards.ranks.rank
+        own, others = needs.own(rank), needs.gathered(rank)
+        options, gather = self.shards.options, self._exchange.gather
         own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
         if not own.calls:
             keys, values = gather([k, v])()
-            out, lse = attend_once(q, keys, values, others, scores, sink)
+            out, lse = attend_once(q, keys, values, others, options, sink)
         elif own.disjoint and others.disjoint:
-            out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
+            rows = Rows(q, v.shape[-1], options, sink, (*own.calls, *others.calls))
             first, rest = own.in_two
             # NCCL's kernel probably begins as the first rows leave their multiprocessors. Begun with a kernel
             # of all rows, it probably got none on one rank until that kernel ended. On the other rank it held
             # some meanwhile, so their share of the work tiles came late. Measured are only the times: where
             # the host was ahead, both passes took 15.3 instead of 12.9 ms on the second rank.
-            begin = partial(attend_rows, out, lse, q, own_keys, own_values, first, scores, sink)
-            coming = gather([k, v], begin)
-            attend_rows(out, lse, q, own_keys, own_values, rest, scores, sink)
+            coming = gather([k, v], partial(rows.attend, own_keys, own_values, first))
+            rows.attend(own_keys, own_values, rest)
             keys, values = coming()
-            attend_rows(out, lse, q, keys, values, others, scores, sink)
+            rows.attend(keys, values, others)
+            out, lse = rows.out, rows.lse
         else:
             coming = gather([k, v])
-            state = State(q, v.shape[-1], scores, sink)
+            state = State(q, v.shape[-1], options, sink)
             state.attend(own_keys, own_values, own)
             keys, values = coming()
             state.attend(keys, values, others)
             out, lse = state.finish()
-        ranges = self._needs.halo_ranges(self._rank)
-        halo = [at_ranges(ranges, x) for x in (keys, values)] if self._needs.few else []
+        ranges = needs.halo_ranges(rank)
+        halo = [at_ranges(ranges, x) for x in (keys, values)] if needs.few else []
         return Forward(out, lse, (q, k, v, out, lse, *halo))
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
     ) -> Gradients:
         q, k, v, out, lse, *halo = saved
-        shards, needs, exchange = self.shards, self._needs, self._exchange
-        rows = of_own = Saved(q, dout, dlse, out, lse, shards.scores)
-        dq, dk_own, dv_own = (Total(t, rows.dtype) for t in (q, k, v))
-        own, others = needs.own(self._rank), needs.gathered(self._rank)
-        if halo:
-            # All of a rank's queries in one call over its own keys: only the halo's rows of its gradients
-            # are summed, so the kernel rounds.
-            own, others = shards.pair(self._rank, self._rank), needs.halo(self._rank)
-            of_own = replace(rows, partial=shards.keys_shared or not covers(own, q, k))
+        shards, needs, exchange, rank = self.shards, self._needs, self._exchange, self.shards.ranks.rank
+        rows = Saved(q, dout, dlse, out, lse, shards.options)
+        dq, *sums = (Total(t, rows.dtype) for t in (q, k, v))
 
-        def over_own_keys() -> None:
-            keys, values = (at_ranges(own.ranges, x) for x in (k, v))
-            parts = [Total(of, of_own.dtype) for of in (keys, values)]
-            of_own.differentiate(keys, values, own, dq, *parts)
-            add_at_ranges(own.ranges, [part.value() for part in parts], (dk_own, dv_own))
+        def over_own_keys(queries: Saved, pair: Pair) -> None:
+            keys, values = (at_ranges(pair.ranges, x) for x in (k, v))
+            parts = queries.differentiate(keys, values, pair, dq)
+            add_at_ranges(pair.ranges, [part.value() for part in parts], sums)
 
         if halo:
             keys, values = halo
+            others = needs.halo(rank)
         else:
             coming = exchange.gather([k, v])
-            over_own_keys()
+            over_own_keys(rows, needs.own(rank))
             keys, values = coming()
-        dk, dv = (Total(t, rows.dtype) for t in (keys, values))
-        rows.differentiate(keys, values, others, dq, dk, dv)
-        of_others, sums = [dk.value(), dv.value()], [dk_own, dv_own]
+            others = needs.gathered(rank)
+        of_others = [part.value() for part in rows.differentiate(keys, values, others, dq)]
         add_returned = exchange.give_back(of_others, sums, halo=bool(halo))
         if halo:
-            over_own_keys()  # while the gradients return
+            # All of a rank's queries in one call over its own keys, while the gradients return. Only the
+            # halo's rows of its gradients are summed, so the kernel rounds.
+            own = shards.pair(rank, rank)
+            over_own_keys(replace(rows, partial=shards.keys_shared or not covers(own, q, k)), own)
         else:
             exchange.add_own(of_others, sums)
         add_returned()
-        dtypes = [rows.dtype if shards.keys_shared else x.dtype for x in (k, v)]
-        dk_sum, dv_sum = (of.rounded(to) for of, to in zip(sums, dtypes, strict=True))
-        return Gradients(dq.rounded(q.dtype), dk_sum, dv_sum, rows.sink_gradient(sink))
-
-    @property
-    def _rank(self) -> int:
-        return self.shards.ranks.rank
+        of_keys = rows.dtype if shards.keys_shared else k.dtype
+        dk, dv = (total.rounded(of_keys) for total in sums)
+        return Gradients(dq.rounded(q.dtype), dk, dv, rows.sink_gradient(sink))
 
     @cached_property
     def _needs(self) -> Needs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,10 @@ class Piece(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.length * self.step
+
+
+OfRanks = tuple[tuple[Piece, ...], ...]
+"""For each rank, the tokens of the sequence that it has."""
 
 
 def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...]:
@@ -57,6 +61,12 @@ def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         else:
             result.append(piece)
     return tuple(result)
+
+
+def in_sequence(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Return the pieces sorted by position and merged, or as they are if they are interleaved ("striped")."""
+    pieces = tuple(pieces)
+    return joined(sorted(pieces)) if all(piece.step == 1 for piece in pieces) else pieces
 
 
 def tokens_of(pieces: Sequence[Piece]) -> int:
@@ -154,7 +164,7 @@ def unshard(
         return whole.movedim(0, dim).contiguous()
 
 
-def all_pieces(layout: str, lengths: Sequence[int], name: str) -> tuple[tuple[Piece, ...], ...]:
+def all_pieces(layout: str, lengths: Sequence[int], name: str) -> OfRanks:
     """Return the tokens of each rank as pieces (:class:`Piece`) of the sequence.
 
     ``lengths`` are the numbers of tokens on the ranks, and ``name`` is the tensor's name in errors.

@@ -17,16 +17,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from flashtile.api.attention import attention
-from flashtile.checks.arguments import ERRORS, as_device, check_choice
+from flashtile.checks.arguments import ERRORS, check_choice
 from flashtile.checks.conversions import as_seconds, in_memory
-from flashtile.masks.block_mask import BlockMask, as_length, block_mask_of, create_block_mask, listed
+from flashtile.masks.block_mask import (
+    BlockMask,
+    as_length,
+    block_mask_of,
+    create_block_mask,
+    device_of_mask,
+    listed,
+)
 from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
 from flashtile.parallel.attend import Total, wide
 from flashtile.parallel.blocks import Mask, Pair, Ranges, union
-from flashtile.parallel.gather import Exchange, Needs, OfRanks
-from flashtile.parallel.layout import pieces_of, positions, tokens_of
+from flashtile.parallel.gather import Exchange, Needs
+from flashtile.parallel.layout import OfRanks, pieces_of, positions, tokens_of
 from flashtile.parallel.ranks import TIMEOUT, Ranks, ranks_of
 from flashtile.problems.common import UNLIMITED
 
@@ -144,11 +150,10 @@ def _evaluate(
             raise NotImplementedError(
                 f"mask_mod must be the same for all batches and heads, but depends on its argument {argument}"
             )
-    if device is None:
-        device = trace.tensors[0].device if trace.tensors else "cpu"
+    device = device_of_mask(device, trace.tensors)
     pieces = pieces_of(layout, seqlen, ranks.size, ranks.rank)
     # One element more than tokens, because a captured tensor must not be empty.
-    rows = pad(positions(pieces, as_device("device", device)).int(), (0, 1))
+    rows = pad(positions(pieces, device).int(), (0, 1))
 
     def of_rows(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask_mod(batch, head, rows[q_idx], kv_idx)
@@ -203,13 +208,12 @@ class _Gathered(torch.autograd.Function):
         return *(total.rounded(t.dtype) for total, t in zip(sums, ctx.like, strict=True)), None
 
 
-def attend_under_mask(
-    q: Tensor, k: Tensor, v: Tensor, mask: ShardedMask, ranks: Ranks, timeout: float, **options: Any
-) -> Any:
-    """Compute attention of this rank's queries under its part of a mask.
+def gather_under_mask(
+    k: Tensor, v: Tensor, mask: ShardedMask, ranks: Ranks, timeout: float
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that this rank's queries see under its part of a mask. Differentiable.
 
     The ranks have agreed on the call.
     """
     needs = _NeedsOfMask(mask.pieces(ranks.size), mask.ranges)
-    keys, values = _Gathered.apply(k, v, Exchange(ranks, needs, timeout))
-    return attention(q, keys, values, block_mask=mask.block_mask, **options)
+    return _Gathered.apply(k, v, Exchange(ranks, needs, timeout))

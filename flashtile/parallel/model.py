@@ -20,7 +20,7 @@ from flashtile.checks.conversions import check_flag
 from flashtile.hardware.calls import ELEMENT_BYTES, visible_pairs
 from flashtile.hardware.cards import Card, card_of_device, find_card
 from flashtile.parallel.blocks import Mask, Pair, pair_of
-from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, tokens_of
+from flashtile.parallel.layout import LAYOUTS, Piece, in_sequence, pieces_of, tokens_of
 from flashtile.problems.common import UNLIMITED
 
 METHODS = ("auto", "ring", "ulysses", "allgather")
@@ -372,12 +372,9 @@ def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEs
 
 def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
     pairs = tokens = 0
+    keys = in_sequence(piece for rank in range(ranks) for piece in _pieces(sharing, ranks, rank))
     for rank in _ranks_to_look_at(ranks):
-        own = _pieces(sharing, ranks, rank)
-        keys: tuple[Piece, ...] = (Piece(0, sharing.seqlen),)
-        if any(piece.step > 1 for piece in own):
-            keys = tuple(p for other in range(ranks) for p in _pieces(sharing, ranks, other))
-        pair = _pair(sharing, own, keys)
+        pair = _pair(sharing, _pieces(sharing, ranks, rank), keys)
         pairs, tokens = max(pairs, pair.pairs), max(tokens, pair.tokens)
     others = max(0, tokens - tokens_of(_pieces(sharing, ranks, 0)))
     sizes = {"forward": [others * sharing.key_bytes]}

@@ -33,7 +33,7 @@ from flashtile.parallel.ranks import Message, Pending, as_bytes
 
 
 def ring_of(shards: Shards) -> Method:
-    """Return the ring, or what is left of it where each rank sees few keys of others: one exchange of them.
+    """Return the ring, or a single exchange of keys where each rank sees few keys of others.
 
     Under a window shorter than a rank's tokens, a ring would compute all rows twice, in float32 and with a
     merge, for the few rows that also see keys of a neighbour. Both methods hold keys of at most two ranks.
@@ -54,12 +54,12 @@ class Ring:
         if ranks.size == 1:
             pair = shards.pair(0, 0)
             keys, values = (at_ranges(pair.ranges, x) for x in (k, v))  # ``pair`` counts keys within these
-            out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
-            return Forward(out, lse, (q, k, v, out, lse))
-        state = State(q, v.shape[-1], shards.scores, sink)
-        for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):
-            state.attend(keys, values, pair)
-        out, lse = state.finish()
+            out, lse = attend_once(q, keys, values, pair, shards.options, sink)
+        else:
+            state = State(q, v.shape[-1], shards.options, sink)
+            for _, pair, keys, values in _travel(shards, k, v, range(ranks.size)):
+                state.attend(keys, values, pair)
+            out, lse = state.finish()
         return Forward(out, lse, (q, k, v, out, lse))
 
     def backward(
@@ -68,12 +68,11 @@ class Ring:
         q, k, v, out, lse = saved
         shards, ranks = self.shards, self.shards.ranks
         alone = ranks.size == 1 and not shards.keys_shared and covers(shards.pair(0, 0), q, k)
-        rows = Saved(q, dout, dlse, out, lse, shards.scores, partial=not alone)
+        rows = Saved(q, dout, dlse, out, lse, shards.options, partial=not alone)
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, k, v))
         returning: tuple[Pending, list[Tensor], Ranges] | None = None
         for t, pair, keys, values in _travel(shards, k, v, [*range(1, ranks.size), 0]):
-            parts = [Total(of, rows.dtype) for of in (keys, values)]
-            rows.differentiate(keys, values, pair, dq, *parts)
+            parts = rows.differentiate(keys, values, pair, dq)
             if returning is not None:  # gradients of the previous step, still in transit
                 pending, incoming, ranges = returning
                 pending.wait()
@@ -82,12 +81,12 @@ class Ring:
             if t == 0:
                 add_at_ranges(pair.ranges, gradients, (dk, dv))
             else:
-                returning = self._return(t, gradients, [k, v])
+                returning = self._return(t, gradients)
         of_keys = rows.dtype if shards.keys_shared else k.dtype
         dsink = rows.sink_gradient(sink)
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
-    def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> tuple[Pending, list[Tensor], Ranges]:
+    def _return(self, t: int, parts: list[Tensor]) -> tuple[Pending, list[Tensor], Ranges]:
         """Start the exchange of the gradients of keys and values that step ``t`` has computed.
 
         Returns (messages, gradients of this rank's keys, ranges of these keys).
@@ -98,8 +97,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
-        shapes = [(x.shape[0], own.tokens, *x.shape[2:]) for x in of]
-        return *_exchange(shards, receiver, parts, sender, shapes), own.ranges
+        return *_exchange(shards, receiver, parts, sender, own.tokens), own.ranges
 
 
 def _travel(
@@ -120,9 +118,7 @@ def _travel(
         ranges = shards.pair(to, rank).ranges
         if ranges not in outgoing:
             outgoing[ranges] = [at_ranges(ranges, x).contiguous() for x in (k, v)]
-        tokens = shards.pair(rank, of).tokens
-        shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
-        return _exchange(shards, to, outgoing[ranges], of, shapes)
+        return _exchange(shards, to, outgoing[ranges], of, shards.pair(rank, of).tokens)
 
     coming = post(steps[0])
     for i, t in enumerate(steps):
@@ -137,10 +133,10 @@ def _travel(
 
 
 def _exchange(
-    shards: Shards, to: int, parts: list[Tensor], of: int, shapes: list[tuple[int, ...]]
+    shards: Shards, to: int, parts: list[Tensor], of: int, tokens: int
 ) -> tuple[Pending, list[Tensor]]:
-    """Start sending ``parts`` to rank ``to`` and receiving tensors of ``shapes`` from rank ``of``."""
-    incoming = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+    """Start sending ``parts`` to rank ``to``, and receiving as many of ``tokens`` tokens from rank ``of``."""
+    incoming = [part.new_empty((part.shape[0], tokens, *part.shape[2:])) for part in parts]
     sent = [Message(to, as_bytes([part])) for part in parts]
     received = [Message(of, as_bytes([part])) for part in incoming]
     return shards.ranks.post(sent, received, shards.timeout), incoming

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.parallel.attend import Forward, Gradients, Method, Shards, wide
-from flashtile.parallel.layout import Piece, joined, positions, tokens_of
+from flashtile.parallel.layout import OfRanks, Piece, in_sequence, joined, positions, tokens_of
 from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
 
 QUERIES, KEYS = True, False
@@ -99,8 +99,11 @@ class Ulysses:
             return list(query_heads(self.heads_q, size, rank))
         return key_heads(self.heads_q, self.heads_kv, size, rank)
 
+    def _pieces(self, of_queries: bool) -> OfRanks:
+        return self.shards.pieces_q if of_queries else self.shards.pieces_k
+
     def _lengths(self, of_queries: bool) -> list[int]:
-        return self.shards.lengths_q if of_queries else self.shards.lengths_k
+        return [tokens_of(pieces) for pieces in self._pieces(of_queries)]
 
     def _own(self, sink: Tensor | None) -> Tensor | None:
         return None if sink is None else sink[self._heads(self.shards.ranks.rank, QUERIES)]
@@ -163,10 +166,8 @@ class Ulysses:
 
         Tokens are received rank after rank. The result is None if they are already in that order.
         """
-        of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
-        pieces = [piece for of_rank in of_ranks for piece in of_rank]
-        stay = in_order(pieces) == tuple(pieces)
-        if stay or (all(piece.step == 1 for piece in pieces) and pieces == sorted(pieces)):
+        pieces = [piece for of_rank in self._pieces(of_queries) for piece in of_rank]
+        if in_order(pieces) == joined(pieces):
             return None
         return torch.argsort(positions(pieces, device))
 
@@ -188,13 +189,13 @@ class Ulysses:
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the pieces of a group of ranks in the order in which Ulysses passes their tokens to attention.
 
-    Pieces of consecutive tokens are sorted by position and merged. Interleaved pieces (layout "striped") keep
-    their order, unless together they are the whole sequence: then the result is one piece.
+    It is that of :func:`in_sequence`, but interleaved pieces (layout "striped") that together are the whole
+    sequence become one piece.
     """
-    if all(piece.step == 1 for piece in pieces):
-        return joined(sorted(pieces))
-    whole = len(pieces) == pieces[0].step  # as many ranks have tokens as share the sequence
-    return (Piece(0, tokens_of(pieces)),) if whole else tuple(pieces)
+    ordered = in_sequence(pieces)
+    # As many ranks have tokens as share the sequence.
+    whole = any(piece.step > 1 for piece in ordered) and len(ordered) == ordered[0].step
+    return (Piece(0, tokens_of(ordered)),) if whole else ordered
 
 
 def _take_heads(x: Tensor, heads: list[int]) -> Tensor:

@@ -263,6 +263,7 @@ REFUSED_WITH_MASKS = [
     ({"of_mask": {}, "method": "ring"}, "NotImplementedError: method must be 'auto' or 'allgather' with"),
     ({"of_mask": {}, "causal": True}, "NotImplementedError: causal or window_size cannot be combined with"),
     ({"of_mask": {}, "cu_seqlens_q": [0, 16]}, "NotImplementedError: cu_seqlens_q cannot be combined with"),
+    ({"of_mask": {}, "mesh": 3}, "TypeError: mesh must be a torch.distributed DeviceMesh, got int"),
     ({"block_mask": masks.create_block_mask(masks.causal(), None, None, 16, 16)},
      "TypeError: block_mask must be made by flashtile.parallel.shard_mask, got BlockMask"),
 ]  # fmt: skip
@@ -653,14 +654,16 @@ def test_the_example_of_pictures_has_the_losses_and_gradients_of_one_device(rank
         assert max(differences) < 64 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @walk(
     "spans",
     [
         ((0, 6),),
         ((0, 6), (1, 3)),
+        ((0, 6), (0, 6)),
         ((3, 6), (0, 6)),
         ((3, 6), (0, 3)),
+        ((1, 3), (2, 5)),
         ((1, 3), (4, 5), (2, 6)),
         ((1, 3), (4, 6), (0, 6)),
         ((0, 6), (3, 4), (0, 2)),

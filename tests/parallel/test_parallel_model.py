@@ -16,11 +16,12 @@ from flashtile import attention
 from flashtile.caches import BoundedCache
 from flashtile.io_model import find_card
 from flashtile.parallel import LINKS, Sharing, blocks, estimates, explain, two_dimensions
-from flashtile.parallel.attend import Scores, Total, attend_once
+from flashtile.parallel.attend import attend_once
 from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
 from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, positions, tokens_of
 from flashtile.parallel.ranks import Alone, Ranks
 from flashtile.parallel.ulysses import in_order
+from flashtile.problems.attention import Options
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "parallel.md"
 H200 = find_card("h200")
@@ -44,25 +45,10 @@ def test_pieces_of_a_group_are_in_order() -> None:
     assert in_order(pieces) == (Piece(0, 12), Piece(16, 4))
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [((0, 6),), ((0, 6), (1, 4)), ((2, 6), (0, 6)), ((0, 6), (0, 6)), ((2, 6), (0, 2)), ((1, 3), (2, 5)),
-     ((1, 3), (0, 6), (2, 5))],
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parts_add_up(bounds: tuple, dtype: torch.dtype) -> None:
-    total, expected = Total(torch.empty(1, 6, 2), torch.float64), torch.zeros(1, 6, 2, dtype=torch.float64)
-    for start, stop in bounds:
-        part = torch.randn(1, stop - start, 2, dtype=torch.float64)
-        expected[:, start:stop] += part
-        total.add(part, start, stop)
-    torch.testing.assert_close(total.rounded(dtype), expected.to(dtype))
-
-
 def test_rows_that_no_call_has_are_0() -> None:
     q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 3, 2, 8)
     pair = Pair(((0, 3),), (Block(0, 2, 0, 3),))
-    out, lse = attend_once(q, k, k, pair, Scores(0.3), None)
+    out, lse = attend_once(q, k, k, pair, Options(softmax_scale=0.3), None)
     expected = attention(q[:, :2], k, k, softmax_scale=0.3, return_lse=True)
     torch.testing.assert_close((out[:, :2], lse[..., :2]), expected)
     assert (out.shape, lse.shape) == (q.shape, (1, 2, 5))
@@ -75,7 +61,7 @@ def test_results_of_two_calls_for_the_same_queries_are_merged(sink: torch.Tensor
     q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 16)
     pair = Pair(((0, 6),), (Block(0, 4, 0, 3), Block(0, 4, 3, 6)))
     expected = attention(q, k, v, softmax_scale=0.3, sink=sink, return_lse=True)
-    torch.testing.assert_close(attend_once(q, k, v, pair, Scores(0.3), sink), expected)
+    torch.testing.assert_close(attend_once(q, k, v, pair, Options(softmax_scale=0.3), sink), expected)
 
 
 def test_blocks_are_packed_with_the_tokens_between_them() -> None:

@@ -78,7 +78,6 @@ from flashtile.backends.portable.decode.schedule import (
     keys_of_sequence,
     load_sequence,
     lse_places,
-    packed_tokens,
 )
 from flashtile.backends.portable.masking import block_range, visible, window_at
 from flashtile.problems import common
@@ -277,8 +276,7 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
             q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
         score_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
         scores, _ = scores_of(q, q_odd, qv, n, cache, page, seen, score_rows, call, C)
-        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
-        lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
+        lse = tl.load(pointers.lse + lse_places(rows, lengths, C), mask=exists, other=0.0)
         # Hidden keys are told apart by their scores: with an lse of -inf or NaN, the exponential is NaN.
         hidden = (scores == -float("inf")) | (exists == 0)[:, None]
         if not C.SCALED_SCORES:
@@ -335,7 +333,7 @@ def probabilities(tile, k, n, b, head_kv, sequence, MASKED: tl.constexpr, call, 
     of_q += sequence.start_q.to(tl.int64) * strides.q_token
     q = load_rows(of_q, copied * strides.q_token, tokens >= 0, C.HEAD_DIM, C.BLOCK_D)
     # Rows without a key have lse -inf, and P = 0. With an lse of NaN, only P of hidden keys is not NaN.
-    of_lse = pointers.lse + lse_places(first, packed_tokens(first, lengths, C), lengths, C)
+    of_lse = pointers.lse + lse_places(first, lengths, C)
     lse = tl.load(of_lse + tokens, mask=exists, other=float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
     scores = tl.dot(k, tl.trans(q), input_precision=C.PRECISION) * call.numbers.scale_log2 - lse[None, :]
@@ -367,7 +365,7 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
             exists = (first + i < sequence.len_q * lengths.group_size) & (heads_kv < lengths.num_heads_kv)
             tokens, heads = heads_of_rows(first + i, heads_kv, lengths, C)
             rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
-            places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+            places = lse_places(rows, lengths, C)
             of_maxima = weight_places(n[None, :], places[:, None], lengths, C)
             of_weights = of_maxima * C.BLOCK_N + (starts % C.BLOCK_N)[None, :]
             of_weights = of_weights[:, :, None] + tl.arange(0, SIZE)[None, None, :]

@@ -211,6 +211,7 @@ class DecodeCall(NamedTuple):
     num_blocks: Any
     """Pages, or rows of a dense cache."""
     splits: Any
+    """:class:`schedule.Splits`; in the kernel for mass, :class:`mass.MassSizes`."""
     new_strides: Any
     """:class:`append.AppendStrides` of the new tokens, or None, like ``new_lengths``."""
     new_lengths: Any

@@ -225,7 +225,20 @@ class HopperDecodeLaunch(DecodeLaunch):
         strides = CacheStrides(*token_strides(k_cache), *token_strides(v_cache))
         if variant.COPIES_Q:
             strides = CacheStrides(*strides[:6], *token_strides(q))
-        programs, splits = self._shares(problem, config, variant, lengths)
+        num_splits, split_n_blocks = num_splits_of(problem, config)
+        programs = multiprocessors(self._device) * config.programs_per_sm
+        work_tiles = lengths.m_blocks * problem.num_heads_kv
+        if variant.STREAM_K:
+            programs = balanced_programs(self._problem, config)
+            # A share leaves parts of at most two work tiles: one that it continues and one that it begins.
+            slots = 2 * programs
+        elif variant.DIVIDES:
+            slots = DIVIDED_SLOTS * programs
+        else:
+            programs = min(programs, work_tiles * num_splits)
+            slots = work_tiles * num_splits if variant.SPLIT else 0
+        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+        splits = Splits(rows, slots, num_splits, split_n_blocks)
         attend = CachedLaunch(
             attend_kernel,
             programs,
@@ -246,17 +259,17 @@ class HopperDecodeLaunch(DecodeLaunch):
             launch_pdl=variant.PDL,
             maxnreg=config.registers[-1],  # before consumers and loaders share them
         )
-        floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
+        floats = slots * rows * (problem.head_dim_v + 1)
         table = None
         # Behind the partial results is memory for records or the queue's table (``behind_partials``).
         if variant.STREAM_K:  # a record for each program or, with BY_WORK_TILE, for each work tile
-            behind = min(programs, lengths.m_blocks * problem.num_heads_kv) * RECORD_WIDTH.value
+            behind = min(programs, work_tiles) * RECORD_WIDTH.value
         else:
             self._clears = False  # the table's kernel fills what no work tile writes
             self._keeps_table = variant.DIVIDES  # otherwise no later kernel resets the queue's counter
             # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
-            rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
-            behind = rows * TABLE_WIDTH.value
+            entries = 1 + lengths.m_blocks + (slots // problem.num_heads_kv if variant.DIVIDES else 0)
+            behind = entries * TABLE_WIDTH.value
             table = CachedLaunch(
                 table_kernel,
                 problem.batch + FILLERS * problem.varlen,
@@ -270,29 +283,6 @@ class HopperDecodeLaunch(DecodeLaunch):
         if variant.SPLIT:
             combine = self._combining(problem, config, variant, lengths, splits, programs)
         return Attend(attend, table, variant), combine
-
-    def _shares(
-        self,
-        problem: DecodeProblem,
-        config: HopperDecodeConfig,
-        variant: HopperDecodeVariant,
-        lengths: DecodeLengths,
-    ) -> tuple[int, Splits]:
-        """Return (number of programs, :class:`Splits`) of the packed problem."""
-        num_splits, split_n_blocks = num_splits_of(problem, config)
-        programs = multiprocessors(self._device) * config.programs_per_sm
-        if variant.STREAM_K:
-            programs = balanced_programs(self._problem, config)
-            # A share leaves parts of at most two work tiles: one that it continues and one that it begins.
-            slots = 2 * programs
-        elif variant.DIVIDES:
-            slots = DIVIDED_SLOTS * programs
-        else:
-            units = lengths.m_blocks * problem.num_heads_kv * num_splits
-            programs = min(programs, units)
-            slots = units if variant.SPLIT else 0
-        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-        return programs, Splits(rows, slots, num_splits, split_n_blocks)
 
     def _combining(
         self,

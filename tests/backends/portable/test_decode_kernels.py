@@ -63,26 +63,40 @@ def test_float16(name):
     testing.check(*tensors, backend="portable", **arguments)
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
-@pytest.mark.parametrize("name", OF_MASS)
-@pytest.mark.usefixtures("fresh_launches")
-def test_mass(name, stored, monkeypatch):
-    if not stored:
-        monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
-    dtype = FP16 if BY_NAME[name].cache_dtype == FP8 else FP32
-    tensors, arguments = build(BY_NAME[name], dtype, "cpu")
+@pytest.fixture
+def recomputed(monkeypatch, fresh_launches):
+    """No call stores probabilities."""
+    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+
+
+@pytest.fixture(params=["stored", "recomputed"])
+def either_mass(request, fresh_launches):
+    if request.param == "recomputed":
+        request.getfixturevalue("recomputed")
+
+
+@pytest.fixture
+def many_rows(monkeypatch, recomputed):
+    """The narrowest tiles count as those of many rows."""
+    monkeypatch.setattr(mass_kernel, "TALL", 16)
+
+
+def check_mass(case, dtype=FP32):
+    tensors, arguments = build(case, dtype, "cpu")
     mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
     testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("name", OF_MASS)
+@pytest.mark.usefixtures("either_mass")
+def test_mass(name):
+    check_mass(BY_NAME[name], FP16 if BY_NAME[name].cache_dtype == FP8 else FP32)
 
 
 @pytest.mark.parametrize("name", ["paged", "chunk-ragged", "everything"])
-@pytest.mark.usefixtures("fresh_launches")
-def test_mass_of_many_rows_has_wide_tiles_of_keys(name, monkeypatch):
-    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
-    monkeypatch.setattr(mass_kernel, "TALL", 16)
-    tensors, arguments = build(BY_NAME[name], FP32, "cpu")
-    mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
-    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+@pytest.mark.usefixtures("many_rows")
+def test_mass_of_many_rows_has_wide_tiles_of_keys(name):
+    check_mass(BY_NAME[name])
 
 
 HEAD_BY_HEAD: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -103,27 +117,21 @@ HEAD_BY_HEAD: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HEAD_BY_HEAD)
-@pytest.mark.usefixtures("fresh_launches")
+@pytest.mark.usefixtures("many_rows")
 def test_mass_of_rows_head_by_head(name, monkeypatch):
     """Of rows of a head that fill a tile, if their scores are plain products."""
     expected, features = HEAD_BY_HEAD[name]
     chosen = []
-    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
-    monkeypatch.setattr(mass_kernel, "TALL", 16)
     monkeypatch.setattr(
         mass_kernel, "MassVariant", lambda **c: chosen.append(c["BY_HEAD"]) or MassVariant(**c)
     )
     given = {"seqlen_q": 9, "lengths": (75, 9, 96), "capacity": 96, "page_size": 4, **features}
-    tensors, arguments = build(decode_cases.case(name, **given), FP32, "cpu")
-    mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
-    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+    check_mass(decode_cases.case(name, **given))
     assert set(chosen) == {expected}
 
 
-@pytest.mark.usefixtures("fresh_launches")
-def test_a_row_with_nan_head_by_head_changes_only_the_mass_of_keys_that_it_sees(monkeypatch):
-    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
-    monkeypatch.setattr(mass_kernel, "TALL", 16)
+@pytest.mark.usefixtures("many_rows")
+def test_a_row_with_nan_head_by_head_changes_only_the_mass_of_keys_that_it_sees():
     (q, *caches), arguments = decode_cases.paged(
         [20, 9], (4, 2), 16, page_size=4, seqlen_q=8, dtype=FP32, device="cpu"
     )
@@ -140,11 +148,9 @@ def test_a_row_with_nan_head_by_head_changes_only_the_mass_of_keys_that_it_sees(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.usefixtures("fresh_launches")
-def test_an_infinite_key_gets_its_mass_from_tokens_that_exist(causal, monkeypatch):
-    """The tile of the last tokens is padded with zeros, and their products with infinity are NaN."""
-    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
-    monkeypatch.setattr(mass_kernel, "TALL", 16)
+@pytest.mark.usefixtures("many_rows")
+def test_an_infinite_key_gets_its_mass_from_tokens_that_exist(causal):
+    """Rows of zeros after the last token would have products with infinity that are NaN."""
     (q, *caches), arguments = decode_cases.paged(
         [20, 9], (4, 2), 16, page_size=4, seqlen_q=9, dtype=FP32, device="cpu"
     )
@@ -178,11 +184,8 @@ def test_mass_of_a_prefix_of_neighbours(monkeypatch):
     assert torch.equal(together, one_by_one)
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
-@pytest.mark.usefixtures("fresh_launches")
-def test_a_row_with_nan_changes_only_the_mass_of_keys_that_it_sees(stored, monkeypatch):
-    if not stored:
-        monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+@pytest.mark.usefixtures("either_mass")
+def test_a_row_with_nan_changes_only_the_mass_of_keys_that_it_sees():
     check_mass_of_nan("portable")
 
 
@@ -191,9 +194,7 @@ def test_units_of_pages_that_overlap_tiles(monkeypatch):
     """A page of 24 and tiles of 16 keys have units of 8."""
     units = []
     monkeypatch.setattr(mass_kernel, "MassVariant", lambda **c: units.append(c["SIZE"]) or MassVariant(**c))
-    (q, *caches, _, _), arguments = build(replace(BY_NAME["paged"], page_size=24), FP32, "cpu")
-    mass = torch.rand(caches[0].shape[:3], generator=torch.Generator().manual_seed(9))
-    testing.check(q, *caches, mass=mass, backend="portable", **arguments)
+    check_mass(replace(BY_NAME["paged"], page_size=24))
     assert set(units) == {8}
 
 

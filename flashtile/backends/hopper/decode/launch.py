@@ -41,7 +41,7 @@ from flashtile.backends.hopper.decode.kernel import (
 from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.work_tiles import FILLERS, TABLE_WIDTH
-from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant, combine_kernel
+from flashtile.backends.portable.decode.combine import CombinePointers, combine_kernel
 from flashtile.backends.portable.decode.launch import (
     CombineTile,
     DecodeLaunch,
@@ -54,6 +54,7 @@ from flashtile.backends.portable.decode.launch import (
     num_splits_of,
     outer_strides_of,
     round_up,
+    scales_scores,
 )
 from flashtile.backends.portable.decode.launch import is_stream_k as shares_blocks
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
@@ -92,7 +93,7 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """
     if gathers(problem):
         return config.tile.BLOCK_N
-    return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
+    return gcd(problem.page_size, config.tile.BLOCK_N)  # BLOCK_N over a dense cache: page_size is 0
 
 
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
@@ -121,16 +122,13 @@ def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> HopperDecodeVariant:
     stream_k = is_stream_k(problem, config)
     divided = divides(problem, config)
-    pack = pack_of(problem.group_size)
-    work_tiles = problem.batch * m_blocks_of(packed(problem), config) * (problem.num_heads_q // pack)
+    pack, of_heads = pack_of(problem.group_size), packed(problem)
+    work_tiles = problem.batch * m_blocks_of(of_heads, config) * of_heads.num_heads_kv
     consumer, loader, _ = config.registers
     copies = config.tile.BLOCK_N // copy_rows(problem, config)
     loaders = min(copies, MAX_LOADERS)
-    fields = layout(packed(problem), config, stream_k)
+    fields = layout(of_heads, config, stream_k)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad  # padding hides keys as a left window does
-    e4m3 = problem.cache_dtype == FP8
-    # Rows of an FP8 call have different scales, so the scale is not folded into the exponent.
-    scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
     return HopperDecodeVariant(
         **fields,
         PAGE_SIZE=problem.page_size,
@@ -144,9 +142,9 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         ALIBI=problem.alibi,
         SINK=problem.sink,
         HAS_TREE=problem.tree,
-        SCALED_SCORES=scaled,
+        SCALED_SCORES=scales_scores(problem),
         INVARIANT=problem.invariant,
-        E4M3=e4m3,
+        E4M3=problem.cache_dtype == FP8,
         DESCALE=problem.descale,
         KEY_SCALES=problem.descale == "block",
         STREAM_K=stream_k,
@@ -172,19 +170,6 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
     )
 
 
-def recorded_variant(
-    problem: DecodeProblem, config: HopperDecodeConfig, variant: HopperDecodeVariant
-) -> tuple[CombineVariant, int]:
-    """Return (variant, warps) of the kernel that combines partial results of stream-K programs."""
-    programs = balanced_programs(problem, config)
-    problem = packed(problem)
-    work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
-    rows = triton.next_power_of_2(min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size))
-    least = MIN_SPLITS if problem.batch > 1 else 1
-    tile = recorded_tile(programs, work_tiles, rows, padded_columns(problem.head_dim_v), least)
-    return combine_variant(problem, config, tile, True, variant.BY_WORK_TILE, pdl=True), tile.num_warps
-
-
 def recorded_tile(programs: int, work_tiles: int, rows: int, width: int, least: int) -> CombineTile:
     """Return the tile of the kernel that combines partial results of ``programs`` stream-K programs.
 
@@ -206,12 +191,6 @@ def recorded_tile(programs: int, work_tiles: int, rows: int, width: int, least: 
 def few_splits_tile(splits: int, rows: int, width: int) -> CombineTile:
     """Return the combining tile of ``splits`` parts, at most FEW_SPLITS, and of at most ``rows`` rows."""
     return CombineTile(min(rows, FEW_SPLITS_TILE // width // splits), splits, 4, one_by_one=True)
-
-
-def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
-    """Return (variant, warps) of the kernel that combines divided work tiles (:func:`divides`)."""
-    tile = few_splits_tile(FEW_SPLITS, config.tile.BLOCK_M, padded_columns(problem.head_dim_v))
-    return combine_variant(problem, config, tile, False, True, pdl=True), tile.num_warps
 
 
 def views(
@@ -246,7 +225,20 @@ class HopperDecodeLaunch(DecodeLaunch):
         strides = CacheStrides(*token_strides(k_cache), *token_strides(v_cache))
         if variant.COPIES_Q:
             strides = CacheStrides(*strides[:6], *token_strides(q))
-        programs, splits = self._shares(problem, config, variant, lengths)
+        num_splits, split_n_blocks = num_splits_of(problem, config)
+        programs = multiprocessors(self._device) * config.programs_per_sm
+        work_tiles = lengths.m_blocks * problem.num_heads_kv
+        if variant.STREAM_K:
+            programs = balanced_programs(self._problem, config)
+            # A share leaves parts of at most two work tiles: one that it continues and one that it begins.
+            slots = 2 * programs
+        elif variant.DIVIDES:
+            slots = DIVIDED_SLOTS * programs
+        else:
+            programs = min(programs, work_tiles * num_splits)
+            slots = work_tiles * num_splits if variant.SPLIT else 0
+        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+        splits = Splits(rows, slots, num_splits, split_n_blocks)
         attend = CachedLaunch(
             attend_kernel,
             programs,
@@ -267,121 +259,73 @@ class HopperDecodeLaunch(DecodeLaunch):
             launch_pdl=variant.PDL,
             maxnreg=config.registers[-1],  # before consumers and loaders share them
         )
-        floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
+        floats = slots * rows * (problem.head_dim_v + 1)
+        table = None
         # Behind the partial results is memory for records or the queue's table (``behind_partials``).
-        if variant.STREAM_K:
-            records = programs
-            if variant.BY_WORK_TILE:
-                records = lengths.m_blocks * problem.num_heads_kv
-            self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
-            return Attend(attend, None, variant), self._combine_recorded(variant, lengths, splits, records)
-        self._clears = False  # the table's kernel fills what no work tile writes
-        self._keeps_table = variant.DIVIDES  # otherwise no later kernel resets the queue's counter
-        # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
-        rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
-        self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
-        table = CachedLaunch(
-            table_kernel,
-            problem.batch + FILLERS * problem.varlen,
-            (problem.batch, programs, lengths, splits),
-            (variant, TABLE_WIDTH.value, CHUNKS[problem.batch > CHUNKS[0]]),
-            None,
-            pointers=TablePointers,
-        )
+        if variant.STREAM_K:  # a record for each program or, with BY_WORK_TILE, for each work tile
+            behind = min(programs, work_tiles) * RECORD_WIDTH.value
+        else:
+            self._clears = False  # the table's kernel fills what no work tile writes
+            self._keeps_table = variant.DIVIDES  # otherwise no later kernel resets the queue's counter
+            # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
+            entries = 1 + lengths.m_blocks + (slots // problem.num_heads_kv if variant.DIVIDES else 0)
+            behind = entries * TABLE_WIDTH.value
+            table = CachedLaunch(
+                table_kernel,
+                problem.batch + FILLERS * problem.varlen,
+                (problem.batch, programs, lengths, splits),
+                (variant, TABLE_WIDTH.value, CHUNKS[problem.batch > CHUNKS[0]]),
+                None,
+                pointers=TablePointers,
+            )
+        self._partials = round_up(floats + behind, 64)
         combine = None
-        if variant.DIVIDES:
-            combine = self._combine_divided(problem, config, lengths, splits)
-        elif variant.SPLIT:
-            combine = self._combine_splits(problem, config, lengths, splits)
+        if variant.SPLIT:
+            combine = self._combining(problem, config, variant, lengths, splits, programs)
         return Attend(attend, table, variant), combine
 
-    def _shares(
+    def _combining(
         self,
         problem: DecodeProblem,
         config: HopperDecodeConfig,
         variant: HopperDecodeVariant,
         lengths: DecodeLengths,
-    ) -> tuple[int, Splits]:
-        """Return (number of programs, :class:`Splits`) of the packed problem."""
-        num_splits, split_n_blocks = num_splits_of(problem, config)
-        programs = multiprocessors(self._device) * config.programs_per_sm
+        splits: Splits,
+        programs: int,
+    ) -> CachedLaunch:
+        """Return the launch that combines the partial results of the attention kernel's ``programs``."""
+        width, work_tiles = padded_columns(problem.head_dim_v), lengths.m_blocks * problem.num_heads_kv
         if variant.STREAM_K:
-            programs = balanced_programs(self._problem, config)
-            # A share leaves parts of at most two work tiles: one that it continues and one that it begins.
-            slots = 2 * programs
+            least = MIN_SPLITS if problem.batch > 1 else 1
+            rows = triton.next_power_of_2(splits.partial_rows)
+            tile = recorded_tile(programs, work_tiles, rows, width, least)
         elif variant.DIVIDES:
-            slots = DIVIDED_SLOTS * programs
+            tile = few_splits_tile(FEW_SPLITS, config.tile.BLOCK_M, width)
+        else:  # each work tile has its own number of splits
+            tile = combine_tile(problem, config, None)
+        row_blocks = triton.cdiv(splits.partial_rows, tile.rows)
+        by_work_tile = not variant.STREAM_K or variant.BY_WORK_TILE
+        scalars: tuple[Any, ...] = (lengths, splits, row_blocks)
+        constants: tuple[Any, ...] = (
+            combine_variant(problem, config, tile, variant.STREAM_K, by_work_tile, pdl=True),
+        )
+        if variant.STREAM_K:
+            kernel, grid = combine_recorded_kernel, min(programs, work_tiles) * row_blocks
+        elif variant.DIVIDES:
+            kernel, grid = combine_divided_kernel, COMBINING_PROGRAMS * multiprocessors(self._device)
+            constants += (TABLE_WIDTH.value,)
         else:
-            units = lengths.m_blocks * problem.num_heads_kv * num_splits
-            programs = min(programs, units)
-            slots = units if variant.SPLIT else 0
-        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-        return programs, Splits(rows, slots, num_splits, split_n_blocks)
-
-    def _combine_recorded(
-        self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, records: int
-    ) -> CachedLaunch:
-        """Return the launch that combines the partial results of stream-K programs.
-
-        ``records``: number of partial records that the attention kernel writes. A record names a work tile to
-        combine and the number of its parts.
-        """
-        assert isinstance(self._config, HopperDecodeConfig)
-        combining, num_warps = recorded_variant(self._problem, self._config, variant)
-        row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
-        return _combining(
-            combine_recorded_kernel,
-            records * row_blocks,
-            (lengths, splits, row_blocks),
-            (combining,),
-            num_warps,
+            kernel, grid, scalars = combine_kernel, work_tiles * row_blocks, (lengths, splits, 0, row_blocks)
+        return CachedLaunch(
+            kernel,
+            grid,
+            scalars,
+            constants,
+            None,
+            pointers=CombinePointers,
+            num_warps=tile.num_warps,
+            launch_pdl=True,  # programs are placed while attention still runs, and wait for its end
         )
-
-    def _combine_splits(
-        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
-    ) -> CachedLaunch:
-        """Return the launch of the portable combining kernel.
-
-        Each work tile has its own number of splits.
-        """
-        combined = combine_tile(problem, config, None)
-        row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
-        work_tiles = lengths.m_blocks * problem.num_heads_kv
-        combining = combine_variant(problem, config, combined, False, True, pdl=True)
-        return _combining(
-            combine_kernel,
-            work_tiles * row_blocks,
-            (lengths, splits, 0, row_blocks),
-            (combining,),
-            combined.num_warps,
-        )
-
-    def _combine_divided(
-        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
-    ) -> CachedLaunch:
-        """Return the launch of the kernel that combines the partial results of divided work tiles.
-
-        :func:`divides` says whether work tiles are divided.
-        """
-        variant, num_warps = divided_variant(problem, config)
-        row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
-        programs = COMBINING_PROGRAMS * multiprocessors(self._device)
-        scalars = (lengths, splits, row_blocks)
-        return _combining(combine_divided_kernel, programs, scalars, (variant, TABLE_WIDTH.value), num_warps)
-
-
-def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> CachedLaunch:
-    """Return the launch of a combining kernel, which takes :class:`CombinePointers`."""
-    return CachedLaunch(
-        kernel,
-        programs,
-        scalars,
-        constants,
-        None,
-        pointers=CombinePointers,
-        num_warps=num_warps,
-        launch_pdl=True,  # programs are placed while attention still runs, and wait for its end
-    )
 
 
 class Attend:

@@ -211,6 +211,7 @@ class DecodeCall(NamedTuple):
     num_blocks: Any
     """Pages, or rows of a dense cache."""
     splits: Any
+    """:class:`schedule.Splits`; in the kernel for mass, :class:`mass.MassSizes`."""
     new_strides: Any
     """:class:`append.AppendStrides` of the new tokens, or None, like ``new_lengths``."""
     new_lengths: Any
@@ -452,9 +453,8 @@ def load_queries(rows, call, C: tl.constexpr):
     qv = q
     if C.HAS_QV:
         columns_v = tl.arange(0, C.BLOCK_DV)
-        first_row = rows.start_q if C.VARLEN else rows.b * lengths.seqlen_q
         num_heads_q = lengths.num_heads_kv * lengths.group_size
-        qv_rows = (first_row.to(tl.int64) + rows.tokens) * num_heads_q + rows.heads
+        qv_rows = packed_tokens(rows, lengths, C) * num_heads_q + rows.heads
         qv = tl.load(
             pointers.qv + qv_rows[:, None] * C.HEAD_DIM_V + columns_v[None, :],
             mask=rows.exists[:, None] & (columns_v < C.HEAD_DIM_V)[None, :],
@@ -532,7 +532,7 @@ def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.cons
     window = window_at((tokens + offset)[:, None], sequence.leftpad, lengths.mask, C)
     places = tokens
     if C.WEIGHTS:
-        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C).to(tl.int32)
+        places = lse_places(rows, lengths, C).to(tl.int32)
         places = tl.where(rows.exists, places, -1)
     return ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window, places)
 

@@ -66,7 +66,13 @@ def group_kernel(
 
 
 class GroupLaunch:
-    """``(block_table, seq_lens, starts, common, offsets, shared) -> None`` for one number of sequences."""
+    """``(block_table, seq_lens, starts, common, offsets, shared) -> None`` for one number of sequences.
+
+    Args:
+        max_rows: largest number of sequences.
+        sizes: ``SIZES`` of the kernels: number of sequences, elements between rows of the block table, tokens
+            of a block, most sequences of a group, and least tokens that groups must save.
+    """
 
     def __init__(self, max_rows: int, *sizes: int) -> None:
         lanes = max(16, triton.next_power_of_2(max_rows))  # all numbers of sequences share two kernels

@@ -129,7 +129,7 @@ def converts_e4m3(device: torch.device) -> bool:
     return capability(device) >= (8, 9)
 
 
-def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
+def cache_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
     """View the caches in the dtype that the kernel is compiled for.
 
     FP8 caches are viewed as pairs of elements if :func:`has_pairs` is True for them and tiles are NARROW. The
@@ -225,7 +225,7 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
     few_n_blocks = FEW_N_BLOCKS_OF_ONE if one else FEW_N_BLOCKS
     few = work_tiles <= count and most_n_blocks <= few_n_blocks * count
     few = few and has_dependent_launch(problem.device)
-    return count if few else count * config.programs_per_sm
+    return count if few else config.stream_k_programs(work_tiles, count)
 
 
 def num_splits_of(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
@@ -260,6 +260,12 @@ def mask_of(problem: DecodeProblem) -> KernelMask:
     return problem.for_kernels(problem.seqlen_q, problem.capacity)
 
 
+def scales_scores(problem: DecodeProblem) -> bool:
+    """Whether scores are more than raw products times a positive scale that all rows share."""
+    changed = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0
+    return changed or problem.cache_dtype == FP8  # whose queries are scaled row by row
+
+
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
     """Return the kind of ``softmax_max`` that replaces the maxima of rows.
 
@@ -279,7 +285,7 @@ class DecodePlan(NamedTuple):
     """
 
     stored: torch.dtype
-    """Dtype of the caches as the kernel reads them (:func:`as_operands`)."""
+    """Dtype of the caches as the kernel reads them (:func:`cache_operands`)."""
     mask: dict[str, Any]
     """The constants of the mask (:class:`~flashtile.problems.masking.MaskConstants`)."""
     aligned: bool
@@ -299,7 +305,7 @@ class DecodePlan(NamedTuple):
 
 
 def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> DecodePlan:
-    """Return the plan of a call. The caches are operands (:func:`as_operands`)."""
+    """Return the plan of a call. The caches are operands (:func:`cache_operands`)."""
     longest = max(extent(k_cache), extent(v_cache))
     return DecodePlan(
         stored=k_cache.dtype,
@@ -341,7 +347,7 @@ def decode_variant(
         HAS_TREE=problem.tree,
         HAS_PRIOR=problem.prior,
         HAS_QV=problem.qv,
-        SCALED_SCORES=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
+        SCALED_SCORES=scales_scores(problem),
         SOFTMAX_MAX=plan.softmax_max,
         DESCALE=problem.descale,
         E4M3=e4m3,
@@ -504,13 +510,10 @@ class DecodeLaunch:
         self._problem = problem
         self._stores_weights = stores_weights
         self._config = config
-        self._out_shape = problem.out_shape
-        self._out_dtype = problem.out_dtype
         self._lse_shape = problem.lse_shape
         self._lse_size = math.prod(problem.lse_shape)
         self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._device = problem.device
-        self._varlen = problem.varlen
         self._clears = problem.varlen
         """Whether rows that no work tile writes are filled before the launch."""
         self._return_lse = problem.return_lse
@@ -552,7 +555,7 @@ class DecodeLaunch:
             k_cache, v_cache = self._operands(k_cache, v_cache)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
             return_lse = self._stores_lse  # to compile in the first call, Triton needs lse as a tensor
-            self._new_out = allocator(q, self._out_shape, self._out_dtype)
+            self._new_out = allocator(q, self._problem.out_shape, self._problem.out_dtype)
         kept = None if tables is None else tables.get(self)
         if kept is not None:
             out, lse, lse_to, scratch = kept
@@ -578,7 +581,7 @@ class DecodeLaunch:
             combine(device, scratch, out, lse_to, *_of_combine(tensors))
         if self._attend is None and attend.takes_addresses:
             self._scratch_bytes = 4 * (self._partials + self._lse_size)
-            self._scratch_size = triton.cdiv(self._scratch_bytes, self._out_dtype.itemsize)
+            self._scratch_size = triton.cdiv(self._scratch_bytes, out.element_size())
             self._combine, self._attend = combine, attend
         return out, lse
 
@@ -645,7 +648,7 @@ class DecodeLaunch:
 
         This requires a compiled kernel. Such calls also give ``out``.
         """
-        return self._attend is not None and not self._varlen
+        return self._attend is not None and not self._problem.varlen
 
     def with_cache_length(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
@@ -677,7 +680,7 @@ class DecodeLaunch:
         return other
 
     def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-        return as_operands(k_cache, v_cache, self._config)
+        return cache_operands(k_cache, v_cache, self._config)
 
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
@@ -725,7 +728,7 @@ class DecodeLaunch:
             decode_kernel, programs, scalars, (variant,), config.tile, pointers=DecodePointers, **options
         )
         if not variant.SPLIT:
-            self._stores_lse = self._return_lse or self._varlen
+            self._stores_lse = self._return_lse or problem.varlen
             return attend, None
         slots, rows = scalars.splits.slots, scalars.splits.partial_rows
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)  # outputs, then lse

@@ -63,14 +63,15 @@ from flashtile.backends.portable.decode.attend import (
 from flashtile.backends.portable.decode.config import TALL, choose
 from flashtile.backends.portable.decode.launch import (
     DecodeLaunch,
+    cache_operands,
     decode_variant,
     lengths_of,
     m_blocks_of,
     outer_strides_of,
     plan_of,
+    scales_scores,
     strides_of,
 )
-from flashtile.backends.portable.decode.launch import as_operands as caches_as_operands
 from flashtile.backends.portable.decode.schedule import (
     Rows,
     WorkTile,
@@ -78,10 +79,8 @@ from flashtile.backends.portable.decode.schedule import (
     keys_of_sequence,
     load_sequence,
     lse_places,
-    packed_tokens,
 )
 from flashtile.backends.portable.masking import block_range, visible, window_at
-from flashtile.problems import common
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 PROGRAMS = 16
@@ -277,8 +276,7 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
             q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
         score_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
         scores, _ = scores_of(q, q_odd, qv, n, cache, page, seen, score_rows, call, C)
-        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
-        lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
+        lse = tl.load(pointers.lse + lse_places(rows, lengths, C), mask=exists, other=0.0)
         # Hidden keys are told apart by their scores: with an lse of -inf or NaN, the exponential is NaN.
         hidden = (scores == -float("inf")) | (exists == 0)[:, None]
         if not C.SCALED_SCORES:
@@ -335,7 +333,7 @@ def probabilities(tile, k, n, b, head_kv, sequence, MASKED: tl.constexpr, call, 
     of_q += sequence.start_q.to(tl.int64) * strides.q_token
     q = load_rows(of_q, copied * strides.q_token, tokens >= 0, C.HEAD_DIM, C.BLOCK_D)
     # Rows without a key have lse -inf, and P = 0. With an lse of NaN, only P of hidden keys is not NaN.
-    of_lse = pointers.lse + lse_places(first, packed_tokens(first, lengths, C), lengths, C)
+    of_lse = pointers.lse + lse_places(first, lengths, C)
     lse = tl.load(of_lse + tokens, mask=exists, other=float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
     scores = tl.dot(k, tl.trans(q), input_precision=C.PRECISION) * call.numbers.scale_log2 - lse[None, :]
@@ -367,7 +365,7 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
             exists = (first + i < sequence.len_q * lengths.group_size) & (heads_kv < lengths.num_heads_kv)
             tokens, heads = heads_of_rows(first + i, heads_kv, lengths, C)
             rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
-            places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+            places = lse_places(rows, lengths, C)
             of_maxima = weight_places(n[None, :], places[:, None], lengths, C)
             of_weights = of_maxima * C.BLOCK_N + (starts % C.BLOCK_N)[None, :]
             of_weights = of_weights[:, :, None] + tl.arange(0, SIZE)[None, None, :]
@@ -394,16 +392,15 @@ class MassLaunch:
 
     def __init__(self, problem: DecodeProblem, attend: DecodeLaunch | None = None) -> None:
         self._problem = problem
-        self._kernel: CachedLaunch | None = None
         self._config = config = choose(problem)
+        self._kernel: CachedLaunch | None = None
         sizes = problem.batch, problem.seqlen_q, problem.num_blocks, problem.capacity
         self._empty = 0 in (*sizes, *problem.out_shape)
+        self._maxima = math.prod(problem.lse_shape) * triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+        self._weights = self._maxima * config.tile.BLOCK_N
         in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
         self._stored_dtype = torch.float16 if in_float16 else problem.dtype
-        tile = config.tile
-        self._by_head = False
-        self._maxima = math.prod(problem.lse_shape) * triton.cdiv(problem.capacity, tile.BLOCK_N)
-        stored_bytes = self._maxima * tile.BLOCK_N * problem.dtype.itemsize
+        stored_bytes = self._weights * problem.dtype.itemsize
         # The probabilities of a prefill would take more memory than its tensors.
         few = m_blocks_of(problem, config) <= 1 and 0 < stored_bytes <= MAX_STORED_BYTES
         self.recomputes = attend is not None or not few
@@ -412,17 +409,6 @@ class MassLaunch:
             # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
             own = replace(problem, softmax_max=None, softmax_max_by_head=False)
             attend = DecodeLaunch(own, config, stores_weights=True)
-        elif tile.BLOCK_M == TALL:
-            # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search and
-            # the first loads of a tile, which nothing overlaps, serve more products.
-            tile = replace(tile, BLOCK_M=TALL // 2, BLOCK_N=2 * tile.BLOCK_N)
-            # Whether the rows of a head fill a tile, and their scores are plain products.
-            scaled = problem.softcap != 0 or problem.alibi or problem.softmax_scale <= 0
-            plain = not (scaled or problem.qv or problem.tree) and problem.cache_dtype == problem.dtype
-            self._by_head = plain and problem.seqlen_q >= tile.BLOCK_M
-            if self._by_head:
-                tile = replace(tile, num_stages=2)  # for two programs per multiprocessor
-            self._config = replace(config, tile=tile)
         self._attend = attend or DecodeLaunch(problem, config)
 
     def __call__(
@@ -438,11 +424,10 @@ class MassLaunch:
         stored = None
         if not self.recomputes:
             maxima = q.new_empty(self._maxima, dtype=torch.float32)
-            weights = q.new_empty(self._maxima * self._config.tile.BLOCK_N, dtype=self._stored_dtype)
-            stored = WeightPointers(weights, maxima)
+            stored = WeightPointers(q.new_empty(self._weights, dtype=self._stored_dtype), maxima)
         out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse, stored)
         if not self._empty:
-            given = (q, *caches_as_operands(k_cache, v_cache, self._config))
+            given = (q, *cache_operands(k_cache, v_cache, self._config))
             if self._kernel is None:
                 self._kernel = self._prepare(*given, tensors, mass)
             multiplied = given if self.recomputes else (None, None, None)
@@ -452,27 +437,38 @@ class MassLaunch:
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, mass: Tensor
     ) -> CachedLaunch:
-        problem, config = self._problem, self._config
-        plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
-        lengths, tile = lengths_of(problem, config), config.tile
-        heads = 1 if self.recomputes else min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
-        work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
-        count, keys = multiprocessors(problem.device), tile.BLOCK_N
-        if not self.recomputes:
+        problem, tile = self._problem, self._config.tile
+        count, by_head = multiprocessors(problem.device), False
+        if self.recomputes:
+            heads = rows = 1
+            if tile.BLOCK_M == TALL:
+                # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search
+                # and the first loads of a tile, which nothing overlaps, serve more products.
+                tile = replace(tile, BLOCK_M=TALL // 2, BLOCK_N=2 * tile.BLOCK_N)
+                plain = not (scales_scores(problem) or problem.qv or problem.tree)
+                if plain and problem.seqlen_q >= tile.BLOCK_M:  # the rows of a head fill a tile
+                    tile = replace(tile, num_stages=2)  # for two programs per multiprocessor
+                    by_head = problem.seqlen_q * q.stride(-3) < REACH
+            keys = tile.BLOCK_N
+            work = problem.batch * problem.num_heads_kv
+            parts = min(triton.cdiv(problem.capacity, keys), triton.cdiv(PROGRAMS * count, work))
+        else:
+            heads = min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
+            rows = triton.next_power_of_2(problem.seqlen_q * problem.group_size)
+            keys = tile.BLOCK_N
+            work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
             while 2 * keys * heads <= TILE and work * triton.cdiv(problem.capacity, 2 * keys) >= count:
                 keys *= 2
+            parts = triton.cdiv(problem.capacity, keys)
             tile = replace(tile, num_warps=max(1, min(8, keys * heads // (32 * PER_THREAD))))
-        parts = triton.cdiv(problem.capacity, keys)
-        if self.recomputes:
-            parts = min(parts, triton.cdiv(PROGRAMS * count, work))
-        size = math.gcd(problem.page_size, tile.BLOCK_N)
-        by_head = self._by_head and problem.seqlen_q * q.stride(-3) < REACH
+        config, size = replace(self._config, tile=tile), math.gcd(problem.page_size, tile.BLOCK_N)
+        plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
             KEYS=keys,
             HEADS=heads,
-            ROWS=1 if self.recomputes else triton.next_power_of_2(problem.seqlen_q * problem.group_size),
+            ROWS=rows,
             SIZE=size,
             BY_HEAD=by_head,
             SCAN=min(max(1, SCAN * size // keys), triton.next_power_of_2(problem.batch)),
@@ -492,8 +488,8 @@ class MassLaunch:
             (
                 strides_of(q, k_cache, v_cache),
                 outer_strides_of(tensors),
-                lengths,
-                DecodeNumbers(scale, scale * common.LOG2_E, problem.softcap, None),
+                lengths_of(problem, config),
+                DecodeNumbers(scale, scale * LOG2_E.value, problem.softcap, None),
                 problem.num_blocks,
                 MassSizes(problem.batch, parts, *mass.stride()[:2]),
             ),

@@ -422,9 +422,10 @@ def packed_tokens(rows, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def lse_places(rows, tokens, lengths, C: tl.constexpr):
-    """Return the index of each row in lse, int64. ``tokens`` are those of :func:`packed_tokens`."""
+def lse_places(rows, lengths, C: tl.constexpr):
+    """Return the index of each row in lse, int64."""
     if C.VARLEN:
+        tokens = packed_tokens(rows, lengths, C)
         return rows.heads.to(tl.int64) * lengths.total_q + tokens
     else:
         num_heads_q = lengths.num_heads_kv * lengths.group_size
@@ -459,7 +460,7 @@ def store_results(pointers, out, lse, rows, lengths, C: tl.constexpr):
         out, lse = with_sink(out, lse * LN_2, sink)
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
-    lse_rows = lse_places(rows, out_rows, lengths, C)
+    lse_rows = lse_places(rows, lengths, C)
     offsets = (out_rows * num_heads_q + rows.heads) * C.HEAD_DIM_V
     store_rows(pointers.out, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
     if pointers.lse is not None:

@@ -27,6 +27,17 @@ NOTHING = -(2**31)
 """Stands for no unread token."""
 
 
+def bans_ends(sequence: Sequence) -> bool:
+    """Whether the next token must not end the answer."""
+    return sequence.num_outputs - 1 < sequence.request.params.min_tokens and bool(sequence.request.ends)
+
+
+def needs_adjusting(sequence: Sequence) -> bool:
+    """Whether some of the sequence's logits are changed before the draw."""
+    params = sequence.request.params
+    return bool(params.penalises or params.logit_bias or params.allowed_token_ids) or bans_ends(sequence)
+
+
 class Entries:
     """The entries of one sequence, which the device has in row ``row`` of a table.
 
@@ -83,7 +94,7 @@ class Adjusted(NamedTuple):
             and the unread tokens, as :class:`Adjuster` takes them.
         penalties: (count, 3) float32: repetition, presence and frequency penalty.
         table: (rows of the block table, room, 3) int32, the entries of each sequence.
-        known: (rows of the block table, columns) int32, as :class:`Adjuster` takes it.
+        known: (rows of the block table, columns) int32, that of :class:`Adjuster`.
         most: largest number of entries of a row, and of its unread tokens.
     """
 
@@ -107,11 +118,13 @@ class Adjusted(NamedTuple):
             token = torch.where(codes >= 0, codes, token).masked_fill(codes == NOTHING, -1)
             entries = _with_token(entries, token)
         tokens, flags, biases = entries[..., 0].long(), entries[..., 1], entries[..., 2].contiguous()
-        logits = logits.to(torch.float32, copy=True)
-        changed = _changed(
-            logits[rows.unsqueeze(1), tokens], flags, biases.view(torch.float32),
-            *self.penalties.unsqueeze(2).unbind(1),
-        )  # fmt: skip
+        counts, logits = flags // COUNT, logits.to(torch.float32, copy=True)
+        # As vLLM computes them.
+        repetition, presence, frequency = self.penalties.unsqueeze(2).unbind(1)
+        changed = logits[rows.unsqueeze(1), tokens]
+        repeated = torch.where(changed > 0, changed / repetition, changed * repetition)
+        changed = torch.where((flags & IN_PROMPT > 0) | (counts > 0), repeated, changed)
+        changed = changed - presence * (counts > 0) - frequency * counts + biases.view(torch.float32)
         restricts = restricts.unsqueeze(1) > 0
         excluded = restricts & (flags & ALLOWED == 0) | (bans.unsqueeze(1) > 0) & (flags & END > 0)
         changed = changed.masked_fill_(excluded, -torch.inf)
@@ -120,21 +133,20 @@ class Adjusted(NamedTuple):
 
 
 class Adjuster:
-    """The table of entries on the device, with a row for each sequence in the block table."""
+    """The table of entries on the device, with a row for each sequence in the block table.
 
-    def __init__(self, device: torch.device, rows: int):
-        self.table = torch.zeros(rows, 0, 3, dtype=torch.int32, device=device)
+    ``known`` (rows of the block table, columns) int32 are the last tokens of sequences and their guesses.
+    """
 
-    def __call__(
-        self, num_rows: int, samples: Listing[tuple[int, Sequence, int, Listing[int]]], known: Tensor
-    ) -> Adjusted:
+    def __init__(self, known: Tensor):
+        self.known = known
+        self.table = known.new_zeros(len(known), 0, 3)
+
+    def __call__(self, num_rows: int, samples: Listing[tuple[int, Sequence, int, Listing[int]]]) -> Adjusted:
         """Return the changes of ``num_rows`` rows of logits.
 
-        Args:
-            num_rows: number of rows.
-            samples: (row of logits, sequence, row of the block table, tokens of the answer that the sequence
-                does not have yet) of each changed row. A token is a guess, or ``~column`` of ``known``.
-            known: (rows of the block table, columns) int32, the last tokens of sequences and their guesses.
+        ``samples`` has (row of logits, sequence, row of the block table, tokens of the answer that the
+        sequence does not have yet) of each changed row. A token is a guess, or ``~column`` of ``known``.
         """
         self._send({sequence: row for _, sequence, row, _ in samples})
         width = max(len(unread) for *_, unread in samples)
@@ -142,15 +154,15 @@ class Adjuster:
         for index, (i, sequence, row, unread) in enumerate(samples):
             params, count = sequence.request.params, len(sequence.entries)
             lists[i], most = index, max(most, count + len(unread))
-            bans = sequence.num_outputs - 1 < params.min_tokens
-            numbers.extend((i, row, count, bans, params.allowed_token_ids is not None, *unread))
+            restricts = params.allowed_token_ids is not None
+            numbers.extend((i, row, count, bans_ends(sequence), restricts, *unread))
             numbers.extend([NOTHING] * (width - len(unread)))
             floats += [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
         device = self.table.device
         sent = on_device(lists + numbers, torch.int32, device)
         penalties = on_device(floats, torch.float32, device).view(-1, 3)
         return Adjusted(
-            sent[:num_rows], sent[num_rows:].view(-1, 5 + width), penalties, self.table, known, most
+            sent[:num_rows], sent[num_rows:].view(-1, 5 + width), penalties, self.table, self.known, most
         )
 
     def _send(self, rows: dict[Sequence, int]) -> None:
@@ -189,14 +201,3 @@ def _with_token(entries: Tensor, token: Tensor) -> Tensor:
     column = entries.gather(1, same.long().argmax(1, keepdim=True).unsqueeze(2).expand(-1, -1, 3))
     is_new = ~same.any(1, keepdim=True) & (token >= 0)
     return torch.cat([entries, torch.where(is_new.unsqueeze(2), new, column)], 1)
-
-
-def _changed(
-    logits: Tensor, flags: Tensor, biases: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Return logits after penalties and biases, as vLLM computes them."""
-    counts = flags // COUNT
-    seen = (flags & IN_PROMPT > 0) | (counts > 0)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, repeated, logits)
-    return logits - presence * (counts > 0) - frequency * counts + biases

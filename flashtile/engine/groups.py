@@ -230,15 +230,18 @@ class PrefixGroups:
 
     def _update(self, entries: list[Entry], numbers: list[int | None]) -> None:
         places = {number: i for i, number in enumerate(numbers) if number is not None}
+        table = self.manager.table
         for number in self._blocks.keys() - places.keys():
             self._remove(number)
         for number in (places.keys() - self._blocks.keys()) | self._growing:
             entry = entries[places[number]]
-            blocks = self._first_blocks(entry)
+            request, begin = entry.sequence.request, entry.row * table.max_blocks
+            # Others can have the full blocks of the prompt as well, and other beams all full blocks.
+            shared = entry.start if request.beam is not None else min(entry.start, request.num_prompt)
+            blocks = table.slices[begin : begin + shared // self.manager.block_size].tobytes()
             if self._blocks.get(number) != blocks:
                 self._remove(number)
                 self._insert(number, blocks)
-            request = entry.sequence.request
             if request.beam is not None or entry.start < request.num_prompt:
                 self._growing.add(number)
             else:
@@ -246,14 +249,6 @@ class PrefixGroups:
         self._numbers = numbers
         self._cascade = self._choose()
         self._order = [] if self._cascade is None else [places[number] for _, number in self._sorted]
-
-    def _first_blocks(self, entry: Entry) -> bytes:
-        """Return the full blocks that others can have as well: those of the prompt, and of a beam all."""
-        table, request = self.manager.table, entry.sequence.request
-        shared = entry.start if request.beam is not None else min(entry.start, request.num_prompt)
-        count = shared // self.manager.block_size
-        begin = entry.row * table.max_blocks
-        return table.slices[begin : begin + count].tobytes()
 
     def _insert(self, number: int, blocks: bytes) -> None:
         key, common = (blocks, number), self._common
@@ -304,23 +299,19 @@ def _best(nodes: list[_Node], base: int, levels: int) -> tuple[int, list[list[Gr
     ``base`` is the number of tokens that a group around the nodes has read. Returns the number of tokens
     saved, and the groups of each level.
     """
+    if not levels:
+        return 0, []
     total = 0
     chosen: list[list[Group]] = [[] for _ in range(levels)]
     for start, stop, depth, within in nodes:
-        saved, group = (stop - start - 1) * (depth - base), Group(start, stop, base, depth)
+        saved, found = (stop - start - 1) * (depth - base), [[Group(start, stop, base, depth)]]
         if within:
-            more, below = _best(within, depth, levels - 1) if levels > 1 else (0, [])
-            instead, others = _best(within, base, levels)
-            if instead > saved + more:
-                total += instead
-                for level, found in zip(chosen, others, strict=True):
-                    level += found
-                continue
-            saved += more
-            for level, found in zip(chosen[1:], below, strict=True):
-                level += found
-        chosen[0].append(group)
+            more, below = _best(within, depth, levels - 1)
+            without = _best(within, base, levels)
+            saved, found = max((saved + more, found + below), without, key=itemgetter(0))
         total += saved
+        for level, groups in zip(chosen, found, strict=False):
+            level += groups
     return total, chosen
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
-from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
+from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster, needs_adjusting
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, Cascade, numbers_of_levels, row_length
@@ -40,7 +40,6 @@ from flashtile.engine.sampler import (
     choose,
     has_kernel,
     log_probabilities,
-    needs_adjusting,
     process,
     processed,
     read_parameters,
@@ -214,7 +213,7 @@ class Runner:
         weakref.finalize(self, self.graphs.clear)
         self._numbers_of = functools.lru_cache(2)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
-        self._adjuster = Adjuster(self.device, rows + 1)
+        self._adjuster = Adjuster(self.known)
         self.asleep: dict[str, list[Freed]] = {}  # freed memory, by the tags of LLM.wake_up
         self.has_weights = True
         self.drafter: Drafter | None = None
@@ -561,17 +560,16 @@ class Runner:
 
     def _adjusted(self, samples: list[Sequence], draw: Draw) -> Adjusted | None:
         """Return the changes of logits by the parameters of the samples' requests, if any."""
-        changed = [i for i in draw.adjusted if needs_adjusting(samples[i])]
+        changed = [(i, samples[i]) for i in draw.adjusted if needs_adjusting(samples[i])]
         if not changed:
             return None
         first = {sample: i for i, sample in reversed(list(enumerate(samples)))}
         row_of = self.manager.table.row
-        return self._adjuster(
-            len(samples),
-            [(i, one, row_of(one.block_sequence), _unread(one, i - first[one]))  # type: ignore[arg-type]
-             for i in changed for one in (samples[i],)],
-            self.known,
-        )  # fmt: skip
+        rows = [
+            (i, one, row_of(one.block_sequence), _unread(one, i - first[one]))  # type: ignore[arg-type]
+            for i, one in changed
+        ]
+        return self._adjuster(len(samples), rows)
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
@@ -580,9 +578,9 @@ class Runner:
         if in_flight.drafted is not None:
             sequences, guesses = in_flight.drafted
             in_flight.drafted = sequences, _to_host((guesses,))[0]
-        in_flight.scores = {i: found.to_host() for i, found in in_flight.scores.items()}
+        in_flight.scores = {i: Scores(*_to_host(found)) for i, found in in_flight.scores.items()}
         in_flight.prompt_scores = [
-            (sequence, first, found.to_host()) for sequence, first, found in in_flight.prompt_scores
+            (sequence, first, Scores(*_to_host(found))) for sequence, first, found in in_flight.prompt_scores
         ]
         in_flight.event = torch.cuda.Event()
         in_flight.event.record()

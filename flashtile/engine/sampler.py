@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.engine.adjust import Adjusted
+from flashtile.engine.adjust import Adjusted, bans_ends, needs_adjusting
 from flashtile.engine.device import on_device
 from flashtile.engine.request import Sequence
 
@@ -59,10 +59,6 @@ class Scores(NamedTuple):
     ranks: Tensor
     best: Tensor
     tokens: Tensor
-
-    def to_host(self) -> Scores:
-        """Start copies to the host, for which torch allocates pinned memory."""
-        return Scores(*(tensor.to("cpu", non_blocking=True) for tensor in self))
 
 
 class Draw(NamedTuple):
@@ -256,17 +252,6 @@ def process(logits: Tensor, sample: Sequence) -> None:
         logits.copy_(changed)
     if bans_ends(sample):
         logits[on_device(list(sample.request.ends), torch.int64, logits.device)] = -torch.inf
-
-
-def bans_ends(sample: Sequence) -> bool:
-    """Whether the next token must not end the answer."""
-    return sample.num_outputs - 1 < sample.request.params.min_tokens and bool(sample.request.ends)
-
-
-def needs_adjusting(sample: Sequence) -> bool:
-    """Whether some of the sample's logits are changed before the draw (:mod:`flashtile.engine.adjust`)."""
-    params = sample.request.params
-    return bool(params.penalises or params.logit_bias or params.allowed_token_ids) or bans_ends(sample)
 
 
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:

@@ -25,8 +25,8 @@ Sums have a fixed order, and the noise is a hash of the request's seed, the posi
 does not depend on the batch.
 
 On an H200, 256 greedy rows of 128,256 logits in bfloat16 take 48 us, and filters 7 to 40 us more if few
-tokens are kept. :func:`draw_many` takes 51 us more than greedy rows under top-p of 0.5 to 0.99 and a top-k of
-5,000, if the rows are flat. The steps above took 68 to 143. All programs run at once, so the slowest of the
+tokens are kept. Under top-p of 0.5 to 0.99 and a top-k of 5,000, flat rows take 51 us more than greedy rows
+with :func:`draw_many`, and 68 to 143 with the steps above. All programs run at once, so the slowest of the
 256 rows is the time of all: with one of eight seeds a top-k of 5,000 took 144 us, because :func:`draw_many`
 found no winner for a row.
 """
@@ -59,14 +59,18 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 LEAST_TOP_P = tl.constexpr(1e-30)
 """A top-p that float32 rounds to 0 is taken as this. So the largest score, which has no weight above it, is
 always kept: otherwise the draw would not end."""
+MOST_NOISE, NOISE_SLOPE = tl.constexpr((32.001 + 127) * 0.69314718056), tl.constexpr(0.69314718056 / 8388608)
+"""Noise from random bits is at most MOST_NOISE - NOISE_SLOPE * n, where n is the pattern of the float32 of
+these bits, read as an integer (:func:`lead_of`)."""
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 HUGE = tl.constexpr(536870912.0)
 """2^29. Scores that large differ by 0 or by at least 32, and noise lies between -2.9 and 22.9. So only the
 largest score of such a row can be drawn, and the row needs no filters, whose exponentials could overflow."""
 STAGES = tl.constexpr(6)
 """One tile is computed while five are on their way. Two programs of a multiprocessor thus wait for 40 KiB of
 bfloat16, about what an H200's memory delivers to it within a latency. With one tile on its way, and one
-token drawn at a time, filters took 42 to 132 us more than greedy rows instead of 7 to 33. Both were changed
-at once."""
+token drawn at a time (:class:`Leaders`), filters take 42 to 132 us more than greedy rows instead of 7 to 33.
+What each of the two takes alone was not measured."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ class SamplingVariant:
     BLOCK: int
     """Number of lanes: a tile holds one score of each."""
     LISTED: int
-    ADJUSTED: bool = False
+    """Number of scores that the list of a row has memory for, 0 if not FILTERED."""
+    ADJUSTED: bool
     """Whether some rows have changed logits. The kernel is then also FILTERED."""
 
     @property
     def room(self) -> int:
         """Number of scores in memory for each row: the list, and unchanged logits."""
-        return (self.LISTED + adjust.MAX_ADJUSTED * self.ADJUSTED) if self.FILTERED else 0
+        return self.LISTED + adjust.MAX_ADJUSTED * self.ADJUSTED
 
 
 class Row(NamedTuple):
@@ -125,8 +130,8 @@ class Changes(NamedTuple):
     width: tl.tensor
 
 
-class Scores(NamedTuple):
-    """Scores in memory, float32, and their tokens, int32, which only a draw reads."""
+class Listed(NamedTuple):
+    """A row's list: scores in memory, float32, and their tokens, int32, which only a draw reads."""
 
     scores: tl.tensor
     tokens: tl.tensor
@@ -207,11 +212,10 @@ def largest_threshold(tile, row, vocab_size, listed, lowest, wanted, by_mass, di
     those below ``lowest`` weigh nothing. Returns -inf if their weight does not suffice. The threshold is
     found two bits at a time. With fewer than 16 ``digits``, it is rounded down.
     """
-    BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
     for digit in range(digits):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
-        nothing = tl.zeros([BLOCK], tl.float32)
+        nothing = tl.full([C.BLOCK], 0.0, tl.float32)
         sums = add_above((nothing, nothing, nothing), tile, lowest, threshold, unit, row.largest, by_mass)
         for first in tl.range(0, vocab_size, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
@@ -231,27 +235,28 @@ def random_scores(row, C: tl.constexpr):
     """Return (a random score of each lane [BLOCK], which share of the row's scores these are)."""
     lane = tl.arange(0, C.BLOCK)
     tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
-    chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
+    chosen = (random_bits(lane, tl.full([], 0, tl.uint64)) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
     count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
     return load_scores(row, chosen, C), count.to(tl.float32) / row.vocab_size.to(tl.float32)
 
 
 @triton.jit
-def fits(weight, key, largest, below, variance, by_mass):
-    """Return 1 if ``weight``, of the random scores below a key, is at most ``below`` with a margin, else 0.
+def is_allowed(weight, key, largest, allowed, variance, by_mass):
+    """Return 1 if ``weight``, of the random scores below a key, is at most ``allowed`` with a margin, else 0.
 
     The margin is four standard deviations. No weight in the sum is more than that of the key, so its variance
-    is at most the product of that and ``below``, which itself has a ``variance``.
+    is at most the product of that and ``allowed``, which itself has a ``variance``.
     """
-    margin = 4 * tl.sqrt(below * tl.exp(score_of(key) - largest) + variance)
-    return (weight + tl.where(by_mass, margin, 0.0) <= below).to(tl.uint32)
+    margin = 4 * tl.sqrt(allowed * tl.exp(score_of(key) - largest) + variance)
+    return (weight + tl.where(by_mass, margin, 0.0) <= allowed).to(tl.uint32)
 
 
 @triton.jit
-def bound_of(random, largest, below, variance, by_mass):
-    """Return the largest score below which random scores weigh at most ``below`` (:func:`fits`), or -inf.
+def bound_of(random, largest, allowed, variance, by_mass):
+    """Return the largest score below which random scores weigh at most ``allowed``, or -inf.
 
-    It is rounded down to 16 bits, found two at a time.
+    The weight has the margin of :func:`is_allowed`. The score is rounded down to 16 bits, found two at a
+    time.
     """
     threshold, any_score = tl.full([], 0, tl.uint32), tl.full([], -float("inf"), tl.float32)
     weights, keys = weights_of(random, any_score, largest, by_mass), key_of(random)
@@ -261,20 +266,10 @@ def bound_of(random, largest, below, variance, by_mass):
         below_one = tl.where(keys < one, weights, 0.0)
         below_two, below_three = tl.where(keys < two, weights, 0.0), tl.where(keys < three, weights, 0.0)
         below_one, below_two, below_three = tl.reduce((below_one, below_two, below_three), 0, add_three)
-        steps = fits(below_one, one, largest, below, variance, by_mass)
-        steps += fits(below_two, two, largest, below, variance, by_mass)
-        threshold += unit * (steps + fits(below_three, three, largest, below, variance, by_mass))
+        steps = is_allowed(below_one, one, largest, allowed, variance, by_mass)
+        steps += is_allowed(below_two, two, largest, allowed, variance, by_mass)
+        threshold += unit * (steps + is_allowed(below_three, three, largest, allowed, variance, by_mass))
     return score_of(threshold)
-
-
-@triton.jit
-def weight_of_listed(listed, lowest, row, by_mass, C: tl.constexpr):
-    """Return the total weight of the listed scores from ``lowest`` on."""
-    BLOCK: tl.constexpr = C.BLOCK
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, listed.count, C.BLOCK):
-        total += weights_of(load_listed(listed, first, C), lowest, row.largest, by_mass)
-    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -327,7 +322,7 @@ def unread_token(numbers, i, changes):
     if code >= 0:
         token = code
     elif code == NOTHING:
-        token = code * 0 - 1
+        token = tl.full([], -1, tl.int32)
     else:
         token = tl.load(last + (-1 - code))
     return token
@@ -373,21 +368,17 @@ def list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, 
 
 
 @triton.jit
-def restore_logits(row, tokens_at, originals, count, C: tl.constexpr):
-    """Undo the changes of logits in memory that :func:`list_changed` made."""
-    tl.debug_barrier()  # all threads have read the logits
-    for first in range(0, count, C.BLOCK):
-        place = first + tl.arange(0, C.BLOCK)
-        tokens = tl.load(tokens_at + place, mask=place < count, other=0)
-        logits = tl.load(originals + place, mask=place < count, other=0.0)
-        tl.store(row.logits + tokens, logits.to(row.logits.dtype.element_ty), mask=place < count)
+def no_winner(noisy):
+    """Return what any token with a score with noise above ``noisy`` beats."""
+    score = tl.full([], -float("inf"), tl.float32)
+    return Best(tl.full([], noisy, tl.float32), score, tl.full([], NO_TOKEN, tl.int32))
 
 
 @triton.jit
 def best_of(noisy, scores, tokens):
     """Return the best of a tile."""
     found = tl.max(noisy, 0)
-    token = tl.min(tl.where(noisy == found, tokens, 0x7FFFFFFF), 0)
+    token = tl.min(tl.where(noisy == found, tokens, NO_TOKEN), 0)
     return Best(found, tl.max(tl.where(tokens == token, scores, -float("inf")), 0), token)
 
 
@@ -423,36 +414,40 @@ def draw(leaders, row, scores, tokens, bits, lowest, strict, SECOND: tl.constexp
 
 
 @triton.jit
-def draw_listed(leaders, row, listed, lowest, strict, SECOND: tl.constexpr, C: tl.constexpr):
-    """Return the leaders among ``leaders`` and the listed scores with noise, as :func:`draw`."""
-    for first in range(0, listed.count, C.BLOCK):
-        at = first + tl.arange(0, C.BLOCK)
-        tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=0x7FFFFFFF)
-        scores, bits = load_listed(listed, first, C), random_bits(tokens, row.key)
-        if may_win(leaders, row, scores, bits, lowest, SECOND):
-            leaders = draw(leaders, row, scores, tokens, bits, lowest, strict, SECOND)
-    return leaders
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def slightly_below(lowest):
+    """Return a bound for scores from ``lowest`` on in :func:`lead_of`.
+
+    A score is a product that the compiler does not round in a difference, so that a score equal to ``lowest``
+    may seem to be below it, by an error of 2^-24.
+    """
+    return tl.maximum(lowest - tl.abs(lowest) * (1.0 / 4194304), LOWEST)
+
+
+@triton.jit
+def lead_of(scores, bits, least, slope, below):
+    """Return numbers that are negative for scores below ``below``, or that noise cannot raise enough.
+
+    ``least`` is the needed score with noise, less MOST_NOISE, and ``slope`` is NOISE_SLOPE. In greedy rows,
+    which have no noise, 0 stands for both constants.
+    """
+    # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
+    # of all tokens would take more time than reading their logits.
+    logs = bits.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    # One minimum instead of two conditions: comparisons and choices take most of the time.
+    return tl.minimum(scores - logs * slope - least, scores - below)
 
 
 @triton.jit
 def may_win(leaders, row, scores, bits, lowest, SECOND: tl.constexpr):
     """Return whether a score from ``lowest`` on may be a leader with noise; True if in doubt."""
     noisy = leaders.second.noisy if SECOND else leaders.first.noisy
-    # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
-    # of all tokens would take more time than reading their logits.
-    logs = bits.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
-    most = tl.where(row.greedy, 0.0, (32.001 + 127) * 0.69314718056)
-    slope = tl.where(row.greedy, 0.0, 0.69314718056 / 8388608)
-    # One minimum instead of two conditions: comparisons and choices take most of the time.
-    # A score is a product that the compiler does not round in a difference, so that a score equal to
-    # ``lowest`` may seem to be below it, by an error of 2^-24.
-    below = tl.maximum(lowest - tl.abs(lowest) * (1.0 / 4194304), LOWEST)
-    lead = tl.minimum(scores - logs * slope - (noisy - most), scores - below)
+    most, slope = tl.where(row.greedy, 0.0, MOST_NOISE), tl.where(row.greedy, 0.0, NOISE_SLOPE)
+    lead = lead_of(scores, bits, noisy - most, slope, slightly_below(lowest))
     # NaN, as a score, may win, and so may a tie, because lists are in no order.
     return (tl.reduce(lead, 0, larger) < 0) == 0
 
@@ -460,9 +455,8 @@ def may_win(leaders, row, scores, bits, lowest, SECOND: tl.constexpr):
 @triton.jit
 def survey(row, listed, by_mass, C: tl.constexpr):
     """Read a row and a list. Return (largest score, of each lane [BLOCK], total weight by mass)."""
-    BLOCK: tl.constexpr = C.BLOCK
-    most = tl.full([BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    most = tl.full([C.BLOCK], -float("inf"), tl.float32)
+    total = tl.full([C.BLOCK], 0.0, tl.float32)
     # Exponentials relative to one score take half the instructions of those relative to each lane's largest.
     # The largest score of the row is mostly between the first tile's and 135 more. If not, sums of
     # exponentials could overflow, and the row is read again.
@@ -470,7 +464,7 @@ def survey(row, listed, by_mass, C: tl.constexpr):
     largest, reads = tl.full([], -float("inf"), tl.float32), tl.full([], 1, tl.int32)
     exponent = base
     while reads > 0:
-        total, exponent = tl.zeros([BLOCK], tl.float32), base * LOG2E
+        total, exponent = tl.full([C.BLOCK], 0.0, tl.float32), base * LOG2E
         for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
             most = larger(most, scores)
@@ -507,7 +501,7 @@ def estimate(row, best, listed, total, top_k, top_p, C: tl.constexpr):
     """
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
     none, are_many, lower = tl.full([], 0, tl.int32), top_k < 0, any_score
-    empty = Scores(listed.scores, listed.tokens, none)
+    empty = Listed(listed.scores, listed.tokens, none)
     wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
     if weight_of(best, any_score, row, by_mass) >= wanted:
         lower = largest_threshold(best, row, none, empty, any_score, wanted, by_mass, 8, C)
@@ -551,7 +545,7 @@ def append(listed, count, begin, marks, C: tl.constexpr):
 def load_appended(row, listed, first, end, C: tl.constexpr):
     """Return (scores, tokens) [BLOCK] of a list, whose scores are listed only up to ``listed.count``."""
     at = first + tl.arange(0, C.BLOCK)
-    tokens = tl.load(listed.tokens + at, mask=at < end, other=0x7FFFFFFF)
+    tokens = tl.load(listed.tokens + at, mask=at < end, other=NO_TOKEN)
     known = tl.load(listed.scores + at, mask=at < listed.count, other=-float("inf"))
     logits = tl.load(row.logits + tokens, mask=(at >= listed.count) & (at < end), other=-float("inf"))
     return tl.where(at < listed.count, known, logits.to(tl.float32) * row.scale), tokens
@@ -560,12 +554,11 @@ def load_appended(row, listed, first, end, C: tl.constexpr):
 @triton.jit
 def list_from(row, listed, lower, C: tl.constexpr):
     """Append the scores from ``lower`` on to a list. Return its length, of which C.LISTED are in memory."""
-    BLOCK: tl.constexpr = C.BLOCK
     count, lower = listed.count, tl.maximum(lower, LOWEST)
     for begin in range(0, row.vocab_size, 32 * C.BLOCK):
         # A bit of each lane for each tile whose score is listed. The places in the list depend on all lanes.
         # To compute them for each tile would take more instructions than all else.
-        marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
+        marks, bit = tl.full([C.BLOCK], 0, tl.uint32), tl.full([], 1, tl.uint32)
         end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
         for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
             marks |= tl.where(load_scores(row, first, C) >= lower, bit, 0)
@@ -583,8 +576,7 @@ def list_from(row, listed, lower, C: tl.constexpr):
 @triton.jit
 def draw_from(row, listed, lower, strict, SECOND: tl.constexpr, C: tl.constexpr):
     """Draw among the scores of a row and a list from ``lower`` on, or with ``strict`` above it."""
-    noisy = tl.full([], LOWEST, tl.float32)  # not -inf: tiles without a score from ``lower`` on cannot win
-    none = Best(noisy, tl.full([], -float("inf"), tl.float32), tl.full([], 0x7FFFFFFF, tl.int32))
+    none = no_winner(LOWEST)  # not -inf: tiles without a score from ``lower`` on cannot win
     leaders = Leaders(none, none)
     for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
         # ^ is + here. The compiler would keep sums in registers from the load on, for each stage.
@@ -592,25 +584,30 @@ def draw_from(row, listed, lower, strict, SECOND: tl.constexpr, C: tl.constexpr)
         bits = random_bits(lane, row.key ^ first)  # those of first ^ lane, with one instruction less
         if may_win(leaders, row, scores, bits, lower, SECOND):
             leaders = draw(leaders, row, scores, first ^ lane, bits, lower, strict, SECOND)
-    return draw_listed(leaders, row, listed, lower, strict, SECOND, C)
+    for first in range(0, listed.count, C.BLOCK):
+        at = first + tl.arange(0, C.BLOCK)
+        tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=NO_TOKEN)
+        scores, bits = load_listed(listed, first, C), random_bits(tokens, row.key)
+        if may_win(leaders, row, scores, bits, lower, SECOND):
+            leaders = draw(leaders, row, scores, tokens, bits, lower, strict, SECOND)
+    return leaders
 
 
 @triton.jit
 def weights_from(row, listed, one, two, lower, by_mass, C: tl.constexpr):
     """Return the weights of a row and a list above ``one``, above ``two``, and from ``lower`` on."""
-    BLOCK: tl.constexpr = C.BLOCK
-    nothing = tl.zeros([BLOCK], tl.float32)
+    nothing = tl.full([C.BLOCK], 0.0, tl.float32)
     above_one, above_two, total = nothing, nothing, nothing
-    base, lower = tl.where(by_mass, LOG2E, 0.0), tl.maximum(lower, LOWEST)  # -inf has no weight
-    exponent = row.largest * base
+    factor, lower = tl.where(by_mass, LOG2E, 0.0), tl.maximum(lower, LOWEST)  # -inf has no weight
+    exponent = row.largest * factor
     for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
         scores = load_scores(row, first, C)
-        weights = tl.exp2(tl.fma(scores, base, -exponent))
+        weights = tl.exp2(tl.fma(scores, factor, -exponent))
         above_one += tl.where(scores > one, weights, 0.0)
         above_two += tl.where(scores > two, weights, 0.0)
         total += tl.where(scores >= lower, weights, 0.0)
     # The exponent was rounded, by 0.06 with a score of 1e6.
-    unit = tl.exp2(tl.fma(-row.largest, base, exponent))
+    unit = tl.exp2(tl.fma(-row.largest, factor, exponent))
     above_one, above_two, total = above_one * unit, above_two * unit, total * unit
     for first in range(0, listed.count, C.BLOCK):
         scores = load_listed(listed, first, C)
@@ -627,20 +624,20 @@ def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
 
     All of these scores are at least ``least``, and probably at least ``lower``.
     """
-    nothing = tl.full([], -float("inf"), tl.float32)
-    winner = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
-    strict, is_kept, is_checked = lower != lower, lower != lower, lower <= least
+    winner = no_winner(-float("inf"))
+    no, yes = lower != lower, tl.full([], 1, tl.int1)  # False and True
+    strict, is_kept, is_checked = no, no, lower <= least
     while is_kept == 0:
         first, second = draw_from(row, listed, lower, strict, True, C)
         above, above_second, total = weights_from(row, listed, first.score, second.score, lower, by_mass, C)
         if is_checked | (total >= wanted):
-            winner, is_kept, is_checked = first, is_kept == is_kept, is_kept == is_kept
+            winner, is_kept, is_checked = first, yes, yes
             if above >= wanted:
                 winner, is_kept = second, above_second < wanted
             # What is not kept is a bound for what is, so most of the mass is left out at each time.
             lower, strict = tl.maximum(first.score, second.score), is_kept == 0
         else:
-            lower, is_checked = least, is_kept == is_kept
+            lower, is_checked = least, yes
     return winner
 
 
@@ -651,21 +648,17 @@ def list_candidates(row, listed, lower, bound, base, C: tl.constexpr):
     Return the length of the list, of which C.LISTED are in memory, and the row's and the list's total
     probability relative to ``base``. Lanes wait for each other only after 32 tiles.
     """
-    BLOCK: tl.constexpr = C.BLOCK
-    lane, count, total = tl.arange(0, C.BLOCK), listed.count, tl.zeros([BLOCK], tl.float32)
-    below = tl.maximum(lower - tl.abs(lower) * (1.0 / 4194304), LOWEST)
-    slope, exponent = 0.69314718056 / 8388608, base * LOG2E
-    least = bound - (32.001 + 127) * 0.69314718056
+    lane, count, total = tl.arange(0, C.BLOCK), listed.count, tl.full([C.BLOCK], 0.0, tl.float32)
+    below, exponent, least = slightly_below(lower), base * LOG2E, bound - MOST_NOISE
     for first in range(0, listed.count, C.BLOCK):
         total += tl.exp2(tl.fma(load_listed(listed, first, C), LOG2E, -exponent))
     for begin in range(0, row.vocab_size, 32 * C.BLOCK):
-        marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
+        marks, bit = tl.full([C.BLOCK], 0, tl.uint32), tl.full([], 1, tl.uint32)
         end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
         for first in tl.range(begin, end, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
             total += tl.exp2(tl.fma(scores, LOG2E, -exponent))
-            logs = random_bits(lane, row.key ^ first).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
-            lead = tl.minimum(scores - logs * slope - least, scores - below)
+            lead = lead_of(scores, random_bits(lane, row.key ^ first), least, NOISE_SLOPE, below)
             marks |= tl.where(lead >= 0, bit, 0)
             bit <<= 1
         count = append(listed, count, begin, marks, C)
@@ -693,9 +686,9 @@ def add_five(a, b, c, d, e, f, g, h, i, j):
 
 
 @triton.jit
-def add_weights(sums, scores, bounds, base, exponent):
+def add_weights(sums, scores, bounds, factor, exponent):
     """Add the weights of scores above four bounds, and from a fifth on."""
-    weights = tl.exp2(tl.fma(scores, base, -exponent))
+    weights = tl.exp2(tl.fma(scores, factor, -exponent))
     return (
         sums[0] + tl.where(scores > bounds[0], weights, 0.0),
         sums[1] + tl.where(scores > bounds[1], weights, 0.0),
@@ -715,7 +708,7 @@ def draw_many(row, adjusted, top_k, top_p, C: tl.constexpr):
     kept is drawn, since those with a smaller score than one that is not kept are not kept either.
     """
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
-    winner, is_found = Best(any_score, any_score, tl.full([], 0x7FFFFFFF, tl.int32)), top_k < 0
+    winner, is_found = no_winner(-float("inf")), top_k < 0
     random, share = random_scores(row, C)
     base = tl.max(random, 0)
     row = Row(row.logits, row.vocab_size, row.scale, base, row.greedy, row.key)
@@ -745,14 +738,13 @@ def draw_many(row, adjusted, top_k, top_p, C: tl.constexpr):
                 b = best_above(noisy, scores, tokens, a.score)
                 c = best_above(noisy, scores, tokens, b.score)
                 d = best_above(noisy, scores, tokens, c.score)
-                BLOCK: tl.constexpr = C.BLOCK
-                nothing, unit = tl.zeros([BLOCK], tl.float32), tl.where(by_mass, LOG2E, 0.0)
+                nothing, factor = tl.full([C.BLOCK], 0.0, tl.float32), tl.where(by_mass, LOG2E, 0.0)
                 sums = nothing, nothing, nothing, nothing, nothing
                 bounds = a.score, b.score, c.score, d.score, tl.maximum(lower, LOWEST)
                 for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
-                    sums = add_weights(sums, load_scores(row, first, C), bounds, unit, base * unit)
+                    sums = add_weights(sums, load_scores(row, first, C), bounds, factor, base * factor)
                 for first in range(0, adjusted.count, C.BLOCK):
-                    sums = add_weights(sums, load_listed(adjusted, first, C), bounds, unit, base * unit)
+                    sums = add_weights(sums, load_listed(adjusted, first, C), bounds, factor, base * factor)
                 above, above_b, above_c, above_d, reached = tl.reduce(sums, 0, add_five)
                 wanted = tl.where(by_mass, every * top_p, top_k.to(tl.float32))
                 winner = a
@@ -764,20 +756,6 @@ def draw_many(row, adjusted, top_k, top_p, C: tl.constexpr):
                     winner, above = d, above_d
                 is_found = (above < wanted) & (reached >= wanted) & (winner.score > -float("inf"))
     return winner, is_found
-
-
-@triton.jit
-def sample_filtered(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
-    """Return the winner among the scores that the filters keep."""
-    any_score = tl.full([], -float("inf"), tl.float32)
-    winner, is_found = Best(any_score, any_score, tl.full([], 0x7FFFFFFF, tl.int32)), top_k < 0
-    # A top-k of fewer tokens is faster with a list of them.
-    may_keep_many = tl.where(top_p < 1, top_k == 0, top_k > row.vocab_size // 32)
-    if may_keep_many & (min_p == 0) & (adjusted.count <= C.BLOCK // 2):
-        winner, is_found = draw_many(row, adjusted, top_k, top_p, C)
-    if is_found == 0:
-        winner = sample_in_steps(row, adjusted, top_k, top_p, min_p, C)
-    return winner
 
 
 @triton.jit
@@ -801,14 +779,17 @@ def sample_in_steps(row, adjusted, top_k, top_p, min_p, C: tl.constexpr):
         listed = adjusted
         if are_many == 0:
             count = list_from(row, adjusted, lower, C)
-            listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
-            enough = weight_of_listed(listed, lower, row, by_mass, C) >= wanted
+            listed = Listed(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
+            weights = tl.full([C.BLOCK], 0.0, tl.float32)
+            for first in range(0, listed.count, C.BLOCK):
+                weights += weights_of(load_listed(listed, first, C), lower, row.largest, by_mass)
+            enough = tl.sum(weights, 0) >= wanted
             are_many = (count > C.LISTED) | ((enough | (lower <= least)) == 0)
             lower = tl.where(are_many, least, lower)
         # Either the list is all that is drawn from, or the row is, with what the list had before.
         left = tl.where(are_many, row.vocab_size, 0)
         row = Row(row.logits, left, row.scale, largest, row.greedy, row.key)
-        listed = Scores(adjusted.scores, adjusted.tokens, tl.where(are_many, adjusted.count, listed.count))
+        listed = Listed(adjusted.scores, adjusted.tokens, tl.where(are_many, adjusted.count, listed.count))
         least = tl.where(are_many, least, lower)
         if both:  # top-p is a share of what top-k keeps
             kth = largest_threshold(nothing, row, left, listed, least, wanted, False, 16, C)
@@ -854,9 +835,7 @@ def sample_kernel(
     scores_at, tokens_at = scores_ptr + at * C.room, tokens_ptr + at * C.LISTED
     count = tl.full([], 0, tl.int32)
     if C.ADJUSTED:
-        changes = Changes(
-            lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, room, columns, width
-        )  # fmt: skip
+        changes = Changes(lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, room, columns, width)
         index = tl.load(changes.lists + at)
         originals = scores_at + C.LISTED
         if index >= 0:
@@ -864,19 +843,30 @@ def sample_kernel(
             count = list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C)
             vocab_size_left = tl.where(tl.load(numbers + 4) > 0, 0, vocab_size)
             row = Row(row.logits, vocab_size_left, scale, any_score, greedy, key)
-    adjusted = Scores(scores_at, tokens_at, count)
+    adjusted = Listed(scores_at, tokens_at, count)
     if C.FILTERED:
         top_k = tl.load(top_k_ptr + at)
         top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
         top_p = tl.maximum(tl.load(top_p_ptr + at), LEAST_TOP_P)
         min_p = tl.load(min_p_ptr + at)
-        winner = sample_filtered(row, adjusted, top_k, top_p, min_p, C)
+        winner, is_found = no_winner(-float("inf")), top_k < 0
+        # A top-k of fewer tokens is faster with a list of them.
+        may_keep_many = tl.where(top_p < 1, top_k == 0, top_k > row.vocab_size // 32)
+        if may_keep_many & (min_p == 0) & (adjusted.count <= C.BLOCK // 2):
+            winner, is_found = draw_many(row, adjusted, top_k, top_p, C)
+        if is_found == 0:
+            winner = sample_in_steps(row, adjusted, top_k, top_p, min_p, C)
     else:
         winner, _ = draw_from(row, adjusted, any_score, False, False, C)
     tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
     tl.store(best_ptr + at, winner.score)
     if C.ADJUSTED:
-        restore_logits(row, tokens_at, originals, adjusted.count, C)
+        tl.debug_barrier()  # all threads have read the logits
+        for first in range(0, count, C.BLOCK):
+            place = first + tl.arange(0, C.BLOCK)
+            tokens = tl.load(tokens_at + place, mask=place < count, other=0)
+            logits = tl.load(originals + place, mask=place < count, other=0.0)
+            tl.store(row.logits + tokens, logits.to(row.logits.dtype.element_ty), mask=place < count)
 
 
 def sample(
@@ -893,17 +883,13 @@ def sample(
     Returns:
         The tokens (rows,) int64, and their changed logits divided by the temperature, (rows,) float32.
     """
-    rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = variant_of(filtered, vocab_size, adjusted is not None)
-    results = _results(rows, variant, logits.device)
-    lists, sizes = _changes(results, adjusted)
-    sample_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seed, positions, *results, *lists, logits.stride(0),
-        vocab_size, *sizes, C=variant, **options(),
-    )  # fmt: skip
-    return results[2], results[3]
+    variant = variant_of(filtered, logits.shape[1], adjusted is not None)
+    parameters = temperature, top_k, top_p, min_p, seed, positions
+    tensors, numbers = _arguments(logits, parameters, variant, adjusted)
+    sample_kernel[(len(logits),)](*tensors, *numbers, C=variant, **options())
+    return tensors[9], tensors[10]  # out_ptr and best_ptr
 
 
 def sampling_ahead(dtype: torch.dtype, vocab_size: int, adjusts: bool = True) -> list[Launched]:
@@ -911,47 +897,40 @@ def sampling_ahead(dtype: torch.dtype, vocab_size: int, adjusts: bool = True) ->
 
     ``adjusts`` says whether such logits may have changes.
     """
-    meta = torch.device("meta")
-    logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
-    floats = torch.empty(1, device=meta)
-    longs, positions = floats.long(), floats.int()
+    logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
+    floats = torch.empty(1, device="meta")
+    parameters = floats, floats.long(), floats, floats, floats.long(), floats.int()
     launches = []
     for filtered, adjusted in ((False, False), (True, False), *[(True, True)] * adjusts):
         variant = variant_of(filtered, vocab_size, adjusted)
-        results = _results(1, variant, meta)
-        lists, sizes = _changes(results, None)
-        tensors = logits, floats, longs, floats, floats, longs, positions, *results, *lists
-        scalars = vocab_size, vocab_size, *sizes
-        launches.append((CachedLaunch(sample_kernel, 1, scalars, (variant,), None, **options()), tensors))
+        tensors, numbers = _arguments(logits, parameters, variant, None)
+        launches.append((CachedLaunch(sample_kernel, 1, numbers, (variant,), None, **options()), tensors))
     return launches
 
 
-def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple[Tensor, ...]:
-    """Allocate the scores and tokens of the lists, the tokens, and their scores."""
-    listed = variant.LISTED if variant.FILTERED else 0
-    return (
-        torch.empty(rows, variant.room, device=device),
-        torch.empty(rows, listed, dtype=torch.int32, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty(rows, device=device),
-    )
+def _arguments(
+    logits: Tensor, parameters: tuple[Tensor, ...], variant: SamplingVariant, adjusted: Adjusted | None
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Allocate lists and results, and return the kernel's tensors and its numbers."""
+    (rows, vocab_size), device = logits.shape, logits.device
+    scores = torch.empty(rows, variant.room, device=device)
+    tokens = torch.empty(rows, variant.LISTED, dtype=torch.int32, device=device)
+    results = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)
+    # Without changes, their tensors are not read.
+    changes: tuple[Tensor, ...] = tokens, tokens, scores, tokens, tokens
+    sizes = 2, 2, 2
+    if adjusted is not None:
+        changes = adjusted[:-1]
+        sizes = adjusted.table.shape[1], adjusted.known.shape[1], adjusted.numbers.shape[1] - 5
+    tensors = logits, *parameters, scores, tokens, *results, *changes
+    return tensors, (logits.stride(0), vocab_size, *sizes)
 
 
-def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> tuple[tuple[Tensor, ...], list[int]]:
-    """Return the tensors and the sizes of the kernel's changes. Without changes, the tensors are not read."""
-    scores, tokens = results[:2]
-    if adjusted is None:
-        return (tokens, tokens, scores, tokens, tokens), [2, 2, 2]
-    *lists, _ = adjusted
-    return tuple(lists), [adjusted.table.shape[1], adjusted.known.shape[1], adjusted.numbers.shape[1] - 5]
-
-
-def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
+def variant_of(filtered: bool, vocab_size: int, adjusted: bool) -> SamplingVariant:
     """Return the constants of the kernel for a batch."""
-    power = triton.next_power_of_2(vocab_size)
-    return SamplingVariant(
-        filtered or adjusted, min(2048, power), max(2 * adjust.MAX_ADJUSTED, power // 8), adjusted
-    )
+    power, filtered = triton.next_power_of_2(vocab_size), filtered or adjusted
+    listed = max(2 * adjust.MAX_ADJUSTED, power // 8) if filtered else 0
+    return SamplingVariant(filtered, min(2048, power), listed, adjusted)
 
 
 def options() -> dict[str, Any]:

@@ -150,9 +150,9 @@ def adjusted_rows(
         samples.append((row, sequence, i, unread))
         late = [token if token >= 0 else int(known[i, ~token]) for token in unread]
         expected[row] = by_rows(expected[row], (prompt, answer), params, request.ends, late)
-    adjuster, known = adjust.Adjuster(torch.device(device), 8), known.to(device)
-    adjuster(len(logits), samples, known)
-    return logits, adjuster(len(logits), samples, known), expected  # nothing is counted twice
+    adjuster = adjust.Adjuster(known.to(device))
+    adjuster(len(logits), samples)
+    return logits, adjuster(len(logits), samples), expected  # nothing is counted twice
 
 
 def test_changes_of_logits_are_vllms():

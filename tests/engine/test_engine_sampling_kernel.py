@@ -119,12 +119,10 @@ def check_filters(device: str, rows: int, vocab_size: int, names=None) -> None:
 def with_small_tiles(monkeypatch, block: int, listed: int) -> None:
     from flashtile.engine import sampling
 
-    monkeypatch.setattr(
-        sampling, "variant_of",
-        lambda filtered, _, adjusted=False: sampling.SamplingVariant(
-            filtered or adjusted, block, listed, adjusted
-        ),
-    )  # fmt: skip
+    def variant(filtered, _, adjusted):
+        return sampling.SamplingVariant(filtered or adjusted, block, listed, adjusted)
+
+    monkeypatch.setattr(sampling, "variant_of", variant)
 
 
 @pytest.mark.interpreter

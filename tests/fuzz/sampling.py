@@ -75,7 +75,7 @@ def bounds(scores: Tensor, choice: sampler.Choice, slack: float) -> Tensor:
     return kept & (unreached | (top_p >= 1)) & (scores > -torch.inf)
 
 
-def _small_tiles(filtered: bool, vocab: int, adjusted: bool = False):
+def _small_tiles(filtered: bool, vocab: int, adjusted: bool):
     from flashtile.engine.sampling import SamplingVariant
 
     return SamplingVariant(filtered or adjusted, 64, 128, adjusted)

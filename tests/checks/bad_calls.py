@@ -421,6 +421,10 @@ BIAS = [
           bias=rand(*shape))
       for shape in ((5, 6), (2, 3, 5, 7), (1, 1, 1, 5, 7))),
     bad(("attention",), ValueError, "bias", "on meta", "not on cpu", bias=rand(1, 1, 5, 7, device="meta")),
+    bad(("attention", "attention varlen"), TypeError, "bias", "dense (strided)", "sparse",
+        bias=rand(5, 1).to_sparse()),
+    bad(("attention", "attention varlen"), TypeError, "bias", "dense (strided)", "nested",
+        bias=nested((5, 7), (4, 7))),
 ]
 
 STATE = [
@@ -444,6 +448,10 @@ MASKS = [
         mask=rand(1, 1, 10, 14, dtype=torch.bool)),
     bad(("attention",), ValueError, "mask", "on meta", "not on cpu",
         mask=rand(1, 1, 5, 7, dtype=torch.bool, device="meta")),
+    bad(("attention", "attention varlen"), TypeError, "mask", "dense (strided)", "sparse",
+        mask=rand(5, 1, dtype=torch.bool).to_sparse()),
+    bad(("attention", "attention varlen"), TypeError, "mask", "dense (strided)", "nested",
+        mask=nested((5, 7), (4, 7)).bool()),
     *(bad("attention", TypeError, "key_padding_mask must be bool", str(dtype),
           key_padding_mask=rand(2, 7, dtype=dtype)) for dtype in (torch.float32, torch.int64)),
     *(bad("attention", ValueError, "key_padding_mask", "(batch, seqlen_k) = (2, 7)", f"got {shape}",

@@ -104,6 +104,10 @@ def k_of(**kwargs):
     return rand(BATCH, SEQLEN_K, HEADS_KV, HEAD_DIM, **kwargs)
 
 
+def strided_v():
+    return rand(BATCH, SEQLEN_K, HEADS_KV, 2 * HEAD_DIM)[..., ::2]
+
+
 def unusual(make, *args, **kwargs):
     """Tensors of kinds that torch itself warns about."""
     with warnings.catch_warnings():
@@ -148,6 +152,11 @@ TENSORS = [
     *(bad(DENSE, TypeError, name, "dense (strided)", "nested",
           **{name: nested((3, 4, 16), (5, 4, 16), layout=layout)})
       for name in "qkv" for layout in (torch.strided, torch.jagged)),
+    # v is copied, because its last stride is not 1, and q is looked at on the way.
+    *(bad(DENSE, TypeError, "q", "dense (strided)", "nested", v=strided_v(),
+          q=nested((3, 4, 16), (5, 4, 16), layout=layout)) for layout in (torch.strided, torch.jagged)),
+    bad(DENSE, TypeError, "q", "dense (strided)", "sparse", v=strided_v(), q=q_of().to_sparse()),
+    bad(DENSE, ValueError, "q must have 4 dimensions", "got shape ()", v=strided_v(), q=rand()),
     bad(DENSE, TypeError, "q", "float16, bfloat16", "quint8",
         q=quantized(q_of(), torch.quint8)),
     bad(DENSE, TypeError, "v", "float16, bfloat16", "qint8",

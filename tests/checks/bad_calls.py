@@ -452,7 +452,8 @@ MASKS = [
           mask=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float32, torch.uint8, torch.int64)),
     *(bad("attention", ValueError, "mask must broadcast to", "(2, 4, 5, 7)", f"got {shape}",
           mask=rand(*shape, dtype=torch.bool))
-      for shape in ((5,), (2, 2, 5, 7), (3, 1, 5, 7), (1, 1, 4, 7), (1, 1, 1, 5, 7))),
+      for shape in ((5,), (2, 2, 5, 7), (3, 1, 5, 7), (1, 1, 4, 7), (1, 1, 1, 5, 7), (2, 1, 1, 6),
+                    (3, 1, 1, 7))),
     bad("attention varlen", ValueError, "mask", "max_seqlen_q, max_seqlen_k", "got (1, 1, 10, 14)",
         mask=rand(1, 1, 10, 14, dtype=torch.bool)),
     bad(("attention",), ValueError, "mask", "on meta", "not on cpu",

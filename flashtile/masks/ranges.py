@@ -8,6 +8,7 @@ to int32 gives what torch computes in 32 bits without this assumption.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,9 +97,7 @@ def _within(inner: Range, outer: Range) -> bool:
 
 def _range(line: Line, operands: list[Range]) -> Range:
     if line.operation in _OF_ENDS:  # monotonic in each operand: extremes are at the ends
-        compute = _OF_ENDS[line.operation]
-        a, b = operands if len(operands) == 2 else (operands[0], (0, 0))
-        ends = [compute(x, y) for x in a for y in b]
+        ends = [_OF_ENDS[line.operation](*numbers) for numbers in itertools.product(*operands)]
         return min(ends), max(ends)
     low, high = min(low for low, _ in operands), max(high for _, high in operands)
     if line.operation in INTS:
@@ -127,11 +126,11 @@ def _range(line: Line, operands: list[Range]) -> Range:
     return -most if low < 0 or line.operation == "not" else 0, most - 1
 
 
-_OF_ENDS: dict[str, Callable[[int, int], int]] = {
+_OF_ENDS: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
     "minimum": min,
     "maximum": max,
-    "neg": lambda a, _: -a,
+    "neg": lambda a: -a,
 }

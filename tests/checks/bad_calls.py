@@ -104,6 +104,10 @@ def k_of(**kwargs):
     return rand(BATCH, SEQLEN_K, HEADS_KV, HEAD_DIM, **kwargs)
 
 
+def strided_v():
+    return rand(BATCH, SEQLEN_K, HEADS_KV, 2 * HEAD_DIM)[..., ::2]
+
+
 def unusual(make, *args, **kwargs):
     """Tensors of kinds that torch itself warns about."""
     with warnings.catch_warnings():
@@ -148,6 +152,11 @@ TENSORS = [
     *(bad(DENSE, TypeError, name, "dense (strided)", "nested",
           **{name: nested((3, 4, 16), (5, 4, 16), layout=layout)})
       for name in "qkv" for layout in (torch.strided, torch.jagged)),
+    # v is copied, because its last stride is not 1, and q is looked at on the way.
+    *(bad(DENSE, TypeError, "q", "dense (strided)", "nested", v=strided_v(),
+          q=nested((3, 4, 16), (5, 4, 16), layout=layout)) for layout in (torch.strided, torch.jagged)),
+    bad(DENSE, TypeError, "q", "dense (strided)", "sparse", v=strided_v(), q=q_of().to_sparse()),
+    bad(DENSE, ValueError, "q must have 4 dimensions", "got shape ()", v=strided_v(), q=rand()),
     bad(DENSE, TypeError, "q", "float16, bfloat16", "quint8",
         q=quantized(q_of(), torch.quint8)),
     bad(DENSE, TypeError, "v", "float16, bfloat16", "qint8",
@@ -421,6 +430,10 @@ BIAS = [
           bias=rand(*shape))
       for shape in ((5, 6), (2, 3, 5, 7), (1, 1, 1, 5, 7))),
     bad(("attention",), ValueError, "bias", "on meta", "not on cpu", bias=rand(1, 1, 5, 7, device="meta")),
+    bad(("attention", "attention varlen"), TypeError, "bias", "dense (strided)", "sparse",
+        bias=rand(5, 1).to_sparse()),
+    bad(("attention", "attention varlen"), TypeError, "bias", "dense (strided)", "nested",
+        bias=nested((5, 7), (4, 7))),
 ]
 
 STATE = [
@@ -439,11 +452,16 @@ MASKS = [
           mask=rand(1, 1, 5, 7, dtype=dtype)) for dtype in (torch.float32, torch.uint8, torch.int64)),
     *(bad("attention", ValueError, "mask must broadcast to", "(2, 4, 5, 7)", f"got {shape}",
           mask=rand(*shape, dtype=torch.bool))
-      for shape in ((5,), (2, 2, 5, 7), (3, 1, 5, 7), (1, 1, 4, 7), (1, 1, 1, 5, 7))),
+      for shape in ((5,), (2, 2, 5, 7), (3, 1, 5, 7), (1, 1, 4, 7), (1, 1, 1, 5, 7), (2, 1, 1, 6),
+                    (3, 1, 1, 7))),
     bad("attention varlen", ValueError, "mask", "max_seqlen_q, max_seqlen_k", "got (1, 1, 10, 14)",
         mask=rand(1, 1, 10, 14, dtype=torch.bool)),
     bad(("attention",), ValueError, "mask", "on meta", "not on cpu",
         mask=rand(1, 1, 5, 7, dtype=torch.bool, device="meta")),
+    bad(("attention", "attention varlen"), TypeError, "mask", "dense (strided)", "sparse",
+        mask=rand(5, 1, dtype=torch.bool).to_sparse()),
+    bad(("attention", "attention varlen"), TypeError, "mask", "dense (strided)", "nested",
+        mask=nested((5, 7), (4, 7)).bool()),
     *(bad("attention", TypeError, "key_padding_mask must be bool", str(dtype),
           key_padding_mask=rand(2, 7, dtype=dtype)) for dtype in (torch.float32, torch.int64)),
     *(bad("attention", ValueError, "key_padding_mask", "(batch, seqlen_k) = (2, 7)", f"got {shape}",

@@ -57,6 +57,9 @@ def test_a_mask_of_keys_alone_is_called_a_mask():
         flashtile.attention(q, q, q, mask=mask.to("meta"))
     with pytest.raises(TypeError, match=r"^q must be a torch\.Tensor, got str"):
         flashtile.attention("q", q, q, mask=mask)
+    q = q.to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match=r"^mask must be left out"):
+        flashtile.attention(q, q, q, mask=mask)
 
 
 def requires_grad(arguments):

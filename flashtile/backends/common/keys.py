@@ -189,16 +189,16 @@ def _read_by(function: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, ModuleType):
             read[name] = value
             return
-        if _is_library(value.__name__) or value in passed_on:
-            for each in path[:1] or attributes:
-                if any(vars(value).get(each) is one for one in _ENVIRONMENT):
-                    raise _of_process(f"{_name(function)}: {name}.{each}")
-            return
         if not path:  # any attribute may be one of this module
+            if value in passed_on:
+                return
             passed_on.append(value)
         for each in path[:1] or attributes:
-            if each in vars(value):
-                read_through(f"{name}.{each}", vars(value)[each], path[1:])
+            member = vars(value).get(each)
+            if any(member is one for one in _ENVIRONMENT):
+                raise _of_process(f"{_name(function)}: {name}.{each}")
+            if each in vars(value) and not _is_library(value.__name__):
+                read_through(f"{name}.{each}", member, path[1:])
 
     for name, *path in sorted(paths):
         members = bound if name in bound else function.__globals__

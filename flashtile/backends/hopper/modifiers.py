@@ -505,7 +505,7 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     from flashtile.backends.portable.attention import functions
 
     shared = not fixed
-    mask, listed = functions.mask_function(mods, True, fixed, shared), mods.block_size is not None
+    mask, listed = functions.mask_function(mods, fixed, shared), mods.block_size is not None
     return {
         **flags,
         "HAS_MODS": True,

@@ -26,6 +26,12 @@ from walk import walk
 CONSTANTS = """
 import triton.language as tl
 WIDTH = tl.constexpr(16)
+HEIGHT = 5
+DEPTH = tl.constexpr(7)
+
+
+def value():
+    return object()
 
 
 def num_programs():
@@ -113,7 +119,8 @@ num_programs = key_constants.num_programs
 
 @triton.constexpr_function
 def of_numbers(n):
-    return of_others(n) + NUMBERS["a"][0]
+    module = key_constants
+    return of_others(n) + NUMBERS["a"][0] + module.HEIGHT + key_constants.DEPTH.value
 
 
 @triton.constexpr_function
@@ -183,6 +190,8 @@ CHANGES = [
     ("SCALE = tl.constexpr(2.0)", "SCALE = tl.constexpr(2)"),  # its type
     ("DEFAULT = tl.constexpr(3)", "DEFAULT = tl.constexpr(4)"),  # a default
     ("WIDTH = tl.constexpr(16)", "WIDTH = tl.constexpr(32)"),  # a constant in another module
+    ("HEIGHT = 5", "HEIGHT = 6"),  # one by another name of that module
+    ("DEPTH = tl.constexpr(7)", "DEPTH = tl.constexpr(8)"),  # one beside it, by the module's own name
     ("second: Any = 5", "second: Any = 6"),  # a default of a structure
     ("first: Any\n    second: Any = 5", "second: Any\n    first: Any = 5"),  # its fields
     ("of_others(n) + NUMBERS", "of_others(n) - NUMBERS"),  # a Python function that runs in compilation

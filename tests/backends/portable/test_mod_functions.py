@@ -11,7 +11,6 @@ from flashtile import masks
 from flashtile.masks.mods import traced
 from flashtile.masks.program import kernel_sizes, numbers_of
 from flashtile.problems.masks import MAX_SIZES, Mods
-from walk import walk
 
 functions = pytest.importorskip("flashtile.backends.portable.attention.functions")
 
@@ -22,14 +21,13 @@ def mods_of(kind: str, mod: object) -> tuple[Mods, list[int]]:
     return mods, kernel_sizes(mods, trace.tensors)
 
 
-@walk("gluon", [False, True])
-def test_other_numbers_need_no_other_function(gluon: bool) -> None:
+def test_other_numbers_need_no_other_function() -> None:
     short, of_short = mods_of("mask_mod", masks.window(100, 5))
     long, of_long = mods_of("mask_mod", masks.window(3000, 70))
-    assert functions.mask_function(short, gluon) is functions.mask_function(long, gluon)
+    assert functions.mask_function(short) is functions.mask_function(long)
     assert of_short[-2:] == [5, -100]
     assert of_long[-2:] == [70, -3000]
-    fixed = [functions.mask_function(mods, gluon, fixed=True) for mods in (short, long)]
+    fixed = [functions.mask_function(mods, fixed=True) for mods in (short, long)]
     assert fixed[0] is not fixed[1]
 
 

@@ -166,7 +166,7 @@ def mask_text(mask: Any, shared: bool = True) -> str:
     trace = traced("mask_mod", mask)
     mods = Mods(mask_mod=trace.text, ranks=tuple(tensor.dim() for tensor in trace.tensors))
     columns = functions.column_function(mods)
-    text = functions.mask_function(mods, gluon=True, shared=shared).src
+    text = functions.mask_function(mods, shared=shared).src
     return text if columns is None else columns.src + text
 
 
@@ -220,7 +220,7 @@ def test_comparisons_of_distances_at_the_longest_lengths(name: str, number: int)
     )
     for mask in masks_:
         mods = Mods(mask_mod=traced("mask_mod", mask).text, positions=2**30)
-        source = functions.mask_function(mods, gluon=True, shared=True).src
+        source = functions.mask_function(mods, shared=True).src
         names: dict[str, Any] = {"tl": SimpleNamespace(int64=torch.int64)}
         exec(source, names)
         found = names[source[4 : source.index("(")]](

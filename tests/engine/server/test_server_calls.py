@@ -15,6 +15,7 @@ from flashtile.engine.server.answers import Completions
 from flashtile.engine.server.app import UNSERVED
 from flashtile.engine.server.protocol import Body
 from flashtile.engine.server.service import Limits
+from flashtile.engine.tokenizer import ByteTokenizer
 from walk import walk
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -320,6 +321,34 @@ def test_tokens_and_texts(server):
     assert bytes(tokens) == b"user: hi\nassistant:"
     status, answer = server.ask("/detokenize", {"tokens": [256]})
     assert (status, answer["error"]["param"]) == (400, "tokens")
+
+
+class Beginning(ByteTokenizer):
+    """A tokenizer whose special token 0 begins a text."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [0] * add_special_tokens + super().encode(text)
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return super().decode([token for token in tokens if token or not skip_special_tokens])
+
+    def fixed_bytes(self, token, skip_special_tokens=False):
+        return self.decode([token], skip_special_tokens).encode()
+
+
+def test_special_tokens(server, monkeypatch):
+    """Texts get them and conversations do not, unless a call says otherwise. Those of a call are shown."""
+    monkeypatch.setattr(server.llm.engine, "tokenizer", Beginning())
+    answer = server.ask("/tokenize", {"prompt": "a", "return_token_strs": True})[1]
+    assert (answer["tokens"], answer["token_strs"]) == ([0, 97], ["\0", "a"])
+    assert server.ask("/detokenize", {"tokens": [0, 97]})[1] == {"prompt": "\0a"}
+    assert server.ask("/tokenize", {"prompt": "a", "add_special_tokens": False})[1]["tokens"] == [97]
+    for added in (False, True):
+        fields = {"messages": HELLO} | ({"add_special_tokens": True} if added else {})
+        assert (server.ask("/tokenize", fields)[1]["tokens"][0] == 0) == added
+    for prompt, text, offsets in (("a", "a", [0, 0]), ([0, 97], "\0a", [0, 1])):
+        (choice,) = server.complete(prompt=prompt, echo=True, max_tokens=0, logprobs=0)["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
 
 
 def test_paths_that_describe(server):

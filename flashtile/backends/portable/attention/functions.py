@@ -13,10 +13,10 @@ same compiled kernel, in this process and in Triton's cache on disk. ``linecache
 functions have no file.
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
-function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
-``shared`` they have further arguments, for what several scores of a thread have in common: ``distances``
-(:class:`~flashtile.backends.hopper.modifiers.Distances`) and, for a mask, ``columns``, which holds
-the results of :func:`column_function`.
+function creates would need a layout of its own. A mask creates none, nor does a ``score_mod`` for Gluon
+(``gluon=True``). With ``shared`` they have further arguments, for what several scores of a thread have in
+common: ``distances`` (:class:`~flashtile.backends.hopper.modifiers.Distances`) and, for a mask, ``columns``,
+which holds the results of :func:`column_function`.
 
 Numbers that are added or compared are arguments of the kernel (``numbers_of``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
@@ -226,23 +226,20 @@ def guards(mods: Mods) -> dict[str, Any]:
     }
 
 
-def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False) -> Any:
+def mask_function(mods: Mods, fixed: bool = False, shared: bool = False) -> Any:
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
-    ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
+    ``seen`` broadcasts to the tile. It may be a scalar or a Python bool.
     """
     program = mask_program(mods)
     if program is None:
         return None
-    writer = _Writer(program, mods, gluon, fixed, shared)
+    writer = _Writer(program, mods, fixed=fixed, shared=shared)
     if shared:
         writer.columns = _column_loads(program)
     writer.lines_of_program()
-    seen = writer.operand(program.results[0])
-    if not gluon:  # a function of the head alone gives a scalar, and a constant function a Python bool
-        seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
     parameters = "b, h, q, kv, captured" + (", distances, columns" if shared else "")
-    return writer.function("mask_mod", parameters, f"return {seen}")
+    return writer.function("mask_mod", parameters, f"return {writer.operand(program.results[0])}")
 
 
 def column_function(mods: Mods) -> Any:
@@ -254,7 +251,7 @@ def column_function(mods: Mods) -> Any:
     if program is None or not _column_loads(program):
         return None
     loads = Builder(program.lines).finish(*_column_loads(program))
-    writer = _Writer(loads, mods, gluon=True)
+    writer = _Writer(loads, mods)
     writer.lines_of_program()
     values = "".join(f"{writer.operand(result)}, " for result in loads.results)
     return writer.function("mask_columns", "b, h, kv, captured", f"return ({values})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from typing import ClassVar
 
@@ -17,13 +17,7 @@ from flashtile.backends.hopper.config import (
     modifiers_of,
     padded_columns,
 )
-from flashtile.backends.hopper.forward.rounds import (
-    Costs,
-    blocks_stand_alone,
-    fastest,
-    measured_costs,
-    programs_overlap,
-)
+from flashtile.backends.hopper.forward.rounds import blocks_stand_alone, fastest, measured_costs
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
@@ -97,8 +91,9 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     ALIBI: bool
     SINK: bool
     MAX_LOGITS: bool
-    """Whether the largest score of each row is a result; ENTROPY: the entropy of its probabilities."""
+    """Whether the largest score of each row is a result."""
     ENTROPY: bool
+    """Whether the entropy of each row's probabilities is a result."""
     INVARIANT: bool
     """Whether rows have the bits that ``decode.kernel`` gives them."""
     EVEN_N: bool
@@ -434,14 +429,7 @@ def choose(problem: Problem) -> ForwardConfig:
     left, _ = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     if problem.varlen and problem.seqlen_k >= LONG and left == UNLIMITED and config == _M128_N128_TWO_Q:
         return _M192_N128
-    sizes = tile_columns(problem)
-
-    def costs(other: ForwardConfig) -> Costs | None:
-        if other == _M64_N128_SHARED and not programs_overlap(problem, other):
-            return None
-        return measured_costs(sizes, other)
-
-    return fastest(problem, alternatives(config), costs)
+    return fastest(problem, alternatives(config), partial(measured_costs, tile_columns(problem)))
 
 
 @cache

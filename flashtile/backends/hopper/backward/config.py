@@ -188,7 +188,8 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     sequences are packed and short: estimates assume that they are equally long, and of sequences that differ
     much, the longest have most of the work.
     """
-    config = _BACKWARD.get(tile_widths(problem))
+    columns = tile_widths(problem)
+    config = _BACKWARD.get(columns)
     if config is None:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
@@ -197,7 +198,6 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     known = not (problem.varlen and max(problem.seqlen_q, problem.seqlen_k) > SHORT)
     known = known and not (problem.seqused_k or problem.deterministic or modifiers_of(problem))
     tables = (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
-    columns = tile_widths(problem)
     small = columns in ((32, 32), (64, 64)) and problem.group_size == 1
     if small and is_causal(problem) and problem.seqlen_k <= 2 * SHORT:
         # 16 x 1024: 584 us instead of 625 (32 heads of 64), 494 instead of 563 (32 of 32), and 911 instead of

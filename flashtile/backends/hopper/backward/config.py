@@ -10,13 +10,13 @@ from flashtile.backends.hopper.config import (
     MAX_COLUMNS_OF_V,
     WARPGROUP_ROWS,
     ModifierFlags,
+    is_windowed,
     modifiers_of,
     tile_widths,
 )
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.problems.attention import Problem
-from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
 
 POSTPROCESS_WARPS = 2
@@ -213,9 +213,8 @@ def has_one_block(problem: Problem) -> bool:
     Rows that see no keys are then visited, so there must be few: masks with edges have few rows in all.
     """
     plain = not (problem.seqused_k or problem.partial or modifiers_of(problem))
-    edges = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
     keys = BackwardConfig(WARPGROUP_ROWS).BLOCK_N
-    return plain and problem.seqlen_k <= keys and not (edges and problem.seqlen_q > keys)
+    return plain and problem.seqlen_k <= keys and not (is_windowed(problem) and problem.seqlen_q > keys)
 
 
 def _wide(problem: Problem) -> WideBackwardConfig:

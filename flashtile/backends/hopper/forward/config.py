@@ -14,6 +14,7 @@ from flashtile.backends.hopper.config import (
     MAX_COLUMNS_OF_V,
     WARPGROUP_ROWS,
     ModifierFlags,
+    is_windowed,
     modifiers_of,
     padded_columns,
 )
@@ -375,7 +376,7 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
         return 512, 512
     if problem.invariant:  # of_tables has two configurations for these
         return padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
-    windowed, keys = _is_windowed(problem), problem.seqlen_k
+    windowed, keys = is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
     if others or not VIEWS_SPAN_TILES:
@@ -392,11 +393,6 @@ def _columns_for(size: int) -> list[int]:
     """
     found = [n for n in (*_FEWER_COLUMNS, padded_columns(size)) if size <= n <= padded_columns(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
-
-
-def _is_windowed(problem: Problem) -> bool:
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return left != UNLIMITED or right != UNLIMITED
 
 
 def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfig | None:
@@ -447,9 +443,9 @@ def of_tables(problem: Problem) -> ForwardConfig:
         widest = max(padded_columns(problem.head_dim), padded_columns(problem.head_dim_v))
         own = _MODIFIED[modifiers][(64, 128, 256).index(widest)]
         # Under a mask a warpgroup waits more. With LATE_BITS it computes random bits during these waits.
-        return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
+        return replace(own, LATE_BITS=problem.dropout_p > 0 and is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    windowed, seen = _is_windowed(problem), problem.seqlen_k
+    windowed, seen = is_windowed(problem), problem.seqlen_k
     sizes = tile_columns(problem)
     if problem.invariant:  # as decode.kernel: blocks of 128 keys, not lazy, q not in registers
         return _M128_N128_TWO_Q if sizes == (64, 64) else _M128_N128

@@ -11,7 +11,7 @@ program walk the same work tiles, each with its own step::
         load_block for each block                           attend_tile for each block
           tile_blocks: key blocks of the tile                 own_range: key blocks of 64 of its rows
 
-The kernels' functions on integers can be called from Python through ``.fn`` (tests, documentation).
+Python can call the functions on integers through ``.fn`` (``rounds``, tests, documentation).
 """
 
 from typing import Any, NamedTuple

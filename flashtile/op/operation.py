@@ -46,7 +46,7 @@ from flashtile.op.registry import (
     register_fake,
     schema,
 )
-from flashtile.op.selection import on_target, select
+from flashtile.op.selection import Selection, on_target, select
 from flashtile.problems.common import address_of
 from flashtile.problems.newest import newest_call
 from flashtile.torch_private import (
@@ -331,15 +331,26 @@ class Operation(Calls):
     def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
         """Return a new launch for the signature of a call that has been checked."""
         self._set_newest(tensors, optional, options)
-        problem = self.describe(*tensors, optional, options)
         with uncollected():  # backends are imported
-            return select(self, problem, options.backend).prepare()
+            return self._select(tensors, optional, options).prepare()
 
-    def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
+    def _select(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> Selection:
+        """Select a backend, for the GPU ``target`` if given. Raises NotImplementedError if none serves."""
         problem = self.describe(*tensors, optional, options)
         if target is not None:
             problem = on_target(problem, target)
-        launch = select(self, problem, options.backend).prepare()
+        return select(self, problem, options.backend)
+
+    def is_served(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> bool:
+        """Whether a backend serves a call, on the GPU ``target`` if given."""
+        try:
+            self._select(tensors, optional, options, target)
+        except NotImplementedError:
+            return False
+        return True
+
+    def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
+        launch = self._select(tensors, optional, options, target).prepare()
         with _AllocatingOnMeta():
             launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from flashtile.op.operation import (
     on_meta,
     signatures,
 )
-from flashtile.op.selection import choose, on_target
 from flashtile.operators import functions, statistics
 from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import SignedExtras
@@ -127,12 +125,7 @@ class ForwardOperation(Operation):
     def _over_cache(self, tensors: tuple, extras: Any, options: Any, target: Any = None) -> bool:
         """Whether the call is computed as one over a cache: with ``invariant``, unless a forward kernel gives
         the bits of that."""
-        if not options.invariant:
-            return False
-        problem = self.describe(*tensors, extras, options)
-        if target is not None:
-            problem = on_target(problem, target)
-        return choose(self, problem, options.backend).backend is None
+        return options.invariant and not self.is_served(tensors, extras, options, target)
 
     def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
         """Check offsets and lengths, which are optional tensors. Calls without them have nothing to check."""
@@ -192,9 +185,8 @@ class TangentsOperation(Operation):
 
     def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
         """Return a launch: standard attention if no backend serves the call, or if it has statistics."""
-        with contextlib.suppress(NotImplementedError):
-            if not statistics_of(options):
-                return super().prepare(tensors, extras, options)
+        if not statistics_of(options) and self.is_served(tensors, extras, options):
+            return super().prepare(tensors, extras, options)
         from flashtile.operators import derivatives
 
         def launch(*call: Any) -> tuple[Tensor, ...]:

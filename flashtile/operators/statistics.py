@@ -10,7 +10,6 @@ gradient is dS = -dH P (log P + H). The part with H is a gradient of lse, -dH H.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ class _MaxLogits(Operation):
 
     def prepare(self, tensors: tuple, optional: Any, options: Any) -> Callable[..., Any]:
         """Return a launch: operations of torch where no backend has a kernel, as on the CPU."""
-        with contextlib.suppress(NotImplementedError):
+        if self.is_served(tensors, optional, options):
             return super().prepare(tensors, optional, options)
         return lambda rows, optional: _by_torch(rows, optional.cu_seqlens_q)
 

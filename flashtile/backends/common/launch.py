@@ -271,7 +271,9 @@ class Outputs:
 
 
 def row_pointers(lse: Tensor, statistics: tuple[str, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (lse, maximum of the scores, entropy) of rows, None for what a call with statistics lacks."""
+    """Return (lse, maximum of the scores, entropy) of rows, None for what a call lacks."""
+    if not statistics:
+        return lse, None, None
     own, *more = lse.unbind(-1)
     found = dict(zip(statistics, more, strict=True))
     return own, found.get("max_logits"), found.get("entropy")

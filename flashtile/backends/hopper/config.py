@@ -13,7 +13,7 @@ import torch
 
 from flashtile.backends.common.device import Target, multiprocessors
 from flashtile.problems.attention import Problem
-from flashtile.problems.common import LOG2_E
+from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.decode import DecodeProblem
 
 WARPGROUP_ROWS = 64
@@ -64,6 +64,11 @@ def tile_widths(problem: Problem) -> tuple[int, int]:
         return NARROW_COLUMNS, NARROW_COLUMNS
     sizes = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     return (512, 512) if max(sizes) > MAX_COLUMNS_OF_V else sizes
+
+
+def is_windowed(problem: Problem) -> bool:
+    """Whether the mask by position has an edge: a window or a causal mask."""
+    return problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
 
 
 def column_splits(problem: Problem) -> int:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from flashtile.backends.common.preprocess import ROW_PAD
 from flashtile.backends.hopper.backward.config import alternatives
+from flashtile.backends.hopper.config import is_windowed
 from flashtile.backends.hopper.forward.config import MAX_COLUMNS_OF_MODIFIERS, choose
 from flashtile.problems.attention import Problem
-from flashtile.problems.common import UNLIMITED
 
 MAX_DROPPED = 31 / 32
 """Above this dropout_p, the threshold is NaN in fp16."""
@@ -44,7 +44,7 @@ def reason_against_mods(problem: Problem) -> str | None:
             f"blocks of block_mask must be multiples of {config.BLOCK_M} queries and {config.BLOCK_N} keys, "
             f"they are {size_q} by {size_kv}"
         )
-    if problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED):
+    if is_windowed(problem):
         return "it takes no causal or window_size with block_mask: write it in the block mask's mask_mod"
     return None
 

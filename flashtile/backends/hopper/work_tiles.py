@@ -245,7 +245,6 @@ def tile_table_kernel(
     if b == 0:
         tl.store(table, tl.minimum(total, capacity))
         tl.store(table + 1, 0)
-    # At most the capacity: with invalid cu_seqlens, sequences may overlap and have more tiles than the table.
     count = num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M)
     if others is not None:  # noqa: SIM102 - Triton prunes an if only by a constant condition
         if count == 0:
@@ -266,6 +265,7 @@ def tile_table_kernel(
                 equal = (counts >= following) & (j < b)[None, :]
                 place += tl.sum(tl.maximum(counts - following, 0) + equal.to(tl.int32), 1)
         row = table + (1 + place) * WIDTH
+        # At most the capacity: with invalid cu_seqlens, sequences may overlap and have more tiles than rows.
         inside = (tile < count) & (place < capacity)
         tl.store(row, b, mask=inside)
         tl.store(row + 1, tile, mask=inside)
@@ -284,10 +284,10 @@ class TileTable:
         total: rows of all sequences.
         total_others: rows of the other side: keys in the forward, queries in the backward.
         block: rows of a block.
+        sizes: those of the results whose unwritten rows are filled.
         seqused: whether calls limit the number of used rows of each sequence on the other side.
         paired: whether a work tile is a pair of blocks, not one block.
         by_cost: whether the order is that of a causal mask, by work tiles and not by sequences.
-        sizes: those of the results whose unwritten rows are filled; None if calls pass no results.
     """
 
     def __init__(
@@ -297,25 +297,24 @@ class TileTable:
         total: int,
         total_others: int,
         block: int,
+        sizes: UnwrittenSizes,
         seqused: bool = False,
         paired: bool = False,
         by_cost: bool = False,
-        sizes: UnwrittenSizes | None = None,
     ) -> None:
         self.capacity = capacity(total, batch, block)
         """Maximum number of work tiles of one head."""
         blocks = triton.cdiv(seqlen, block)
-        scalars = (batch, blocks, total, total_others, self.capacity, sizes or UnwrittenSizes())
+        scalars = (batch, blocks, total, total_others, self.capacity, sizes)
         constants = (seqused, paired, by_cost, block, TABLE_WIDTH.value, CHUNK)
-        programs = batch if sizes is None else max(batch, FILLERS)
-        self._fill = CachedLaunch(tile_table_kernel, programs, scalars, constants, None)
+        self._fill = CachedLaunch(tile_table_kernel, max(batch, FILLERS), scalars, constants, None)
 
     def __call__(
         self,
         cu_seqlens: Tensor | None,
         cu_seqlens_others: Tensor | None,
         seqused: Tensor | None,
-        unwritten: Unwritten = Unwritten(),  # noqa: B008 - immutable
+        unwritten: Unwritten,
     ) -> Tensor:
         """Return a filled table: (1 + capacity, TABLE_WIDTH), int32, on the device of ``cu_seqlens``.
 

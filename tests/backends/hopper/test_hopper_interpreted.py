@@ -42,7 +42,7 @@ from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear import launch as ring_launch
 from flashtile.backends.hopper.linear.launch import FlatLaunch
-from flashtile.backends.hopper.work_tiles import TileTable
+from flashtile.backends.hopper.work_tiles import TileTable, Unwritten, UnwrittenSizes
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from flashtile.op.operation import Operation, signatures
 from flashtile.operators.decode import SharedKeys, attend_shared
@@ -331,9 +331,9 @@ def test_tile_tables(by_cost: bool) -> None:
     lengths = [300, 0, 2600, 64, 300, *(1,) * 300, 129]
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     total = sum(lengths)
-    fill = TileTable(len(lengths), max(lengths), total, total, 128, by_cost=by_cost)
+    fill = TileTable(len(lengths), max(lengths), total, total, 128, UnwrittenSizes(), by_cost=by_cost)
     with interpreted():
-        table = fill(offsets, offsets, None)
+        table = fill(offsets, offsets, None, Unwritten())
     count, taken = table[0, :2].tolist()
     tiles = [(b, t) for b, length in enumerate(lengths) for t in range(-(-length // 128))]
     following = lambda tile: -(-lengths[tile[0]] // 128) - tile[1]  # noqa: E731

@@ -298,7 +298,7 @@ def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
         works = {
             config: work_of(problem, config)
             for config in alternatives(table)
-            if config.PROGRAMS == table.PROGRAMS or programs_overlap(problem, config)
+            if config.PROGRAMS == table.PROGRAMS or programs_overlap(problem, plan_of(problem, config))
         }
         misses = 1.0 if keys_are_few(problem) else SINGLE_MISSES
         times = {

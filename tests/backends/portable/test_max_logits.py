@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from flashtile import testing
+from flashtile.backends.portable import statistics as portable_statistics
 from flashtile.operators.statistics import MAX_LOGITS
 from flashtile.problems.attention import new_lse
 from flashtile.problems.statistics import MaxLogitsOptions, MaxLogitsTensors
@@ -72,3 +74,15 @@ def test_kernel_is_chosen_on_a_gpu(gpu_target: Target) -> None:
     rows = rows_of(gpu_target, 2, 3, 100)
     prepared = MAX_LOGITS.prepared((rows,), MaxLogitsTensors(), MaxLogitsOptions())
     assert type(prepared).__name__ == "MaxLogitsLaunch"
+
+
+def test_only_selection_may_fall_back_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a selected backend, while it prepares its kernel, is not hidden."""
+
+    def prepare(*arguments: Any) -> None:
+        raise NotImplementedError("while it prepares")
+
+    monkeypatch.setattr(portable_statistics, "reason_against", lambda problem, explicit: None)
+    monkeypatch.setattr(portable_statistics, "prepare_max_logits", prepare)
+    with pytest.raises(NotImplementedError, match="while it prepares"):
+        MAX_LOGITS.prepare((torch.randn(2, 3, 4),), MaxLogitsTensors(), MaxLogitsOptions())

@@ -10,13 +10,13 @@ from flashtile.backends.hopper.config import (
     MAX_COLUMNS_OF_V,
     WARPGROUP_ROWS,
     ModifierFlags,
+    is_windowed,
     modifiers_of,
     tile_widths,
 )
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.problems.attention import Problem
-from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
 
 POSTPROCESS_WARPS = 2
@@ -188,7 +188,8 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     sequences are packed and short: estimates assume that they are equally long, and of sequences that differ
     much, the longest have most of the work.
     """
-    config = _BACKWARD.get(tile_widths(problem))
+    columns = tile_widths(problem)
+    config = _BACKWARD.get(columns)
     if config is None:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
@@ -197,7 +198,6 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     known = not (problem.varlen and max(problem.seqlen_q, problem.seqlen_k) > SHORT)
     known = known and not (problem.seqused_k or problem.deterministic or modifiers_of(problem))
     tables = (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
-    columns = tile_widths(problem)
     small = columns in ((32, 32), (64, 64)) and problem.group_size == 1
     if small and is_causal(problem) and problem.seqlen_k <= 2 * SHORT:
         # 16 x 1024: 584 us instead of 625 (32 heads of 64), 494 instead of 563 (32 of 32), and 911 instead of
@@ -213,9 +213,8 @@ def has_one_block(problem: Problem) -> bool:
     Rows that see no keys are then visited, so there must be few: masks with edges have few rows in all.
     """
     plain = not (problem.seqused_k or problem.partial or modifiers_of(problem))
-    edges = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
     keys = BackwardConfig(WARPGROUP_ROWS).BLOCK_N
-    return plain and problem.seqlen_k <= keys and not (edges and problem.seqlen_q > keys)
+    return plain and problem.seqlen_k <= keys and not (is_windowed(problem) and problem.seqlen_q > keys)
 
 
 def _wide(problem: Problem) -> WideBackwardConfig:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.backward.preprocess import dense_batch
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, tile_widths
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, is_windowed, tile_widths
 from flashtile.backends.hopper.forward.rounds import WORTHWHILE
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -65,8 +65,7 @@ def candidates(problem: Problem) -> Iterator[Splits]:
     """
     group = problem.group_size
     heads = [count for count in range(1, group + 1) if group % count == 0]
-    windowed = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
-    rows = (1,) if has_lists(problem) or (problem.deterministic and windowed) else ROW_SPLITS
+    rows = (1,) if has_lists(problem) or (problem.deterministic and is_windowed(problem)) else ROW_SPLITS
     width = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
     room = max(MAX_BYTES, problem.total_q * problem.num_heads_q * width)
     for splits in itertools.starmap(Splits, itertools.product(heads, rows)):
@@ -108,8 +107,7 @@ class SeenRows(NamedTuple):
 def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[SeenRows, ...]:
     """Return the :class:`SeenRows` of each block of keys of a head, for sequences of assumed lengths."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    has_edges = left != UNLIMITED or right != UNLIMITED
-    lengths = assumed_lengths(problem)
+    has_edges, lengths = is_windowed(problem), assumed_lengths(problem)
     if has_lists(problem):
         steps, blocks = math.ceil(lengths[0][0] / block_m), math.ceil(lengths[0][1] / block_n)
         # The common blocks come first, as those of a prompt do: the queue starts with them.

@@ -140,8 +140,8 @@ def key_tile_table(problem: Problem, config: BackwardConfig) -> TileTable | None
     heads, d, dv = problem.num_heads_kv * config.parts, problem.head_dim, problem.head_dim_v
     sizes = UnwrittenSizes(heads * d // 8, heads * dv // 8, problem.num_heads_q * d // 8)
     return TileTable(
-        problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, config.BLOCK_N,
-        by_cost=sorted_by_cost(problem, config), sizes=sizes,
+        problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, config.BLOCK_N, sizes,
+        by_cost=sorted_by_cost(problem, config),
     )  # fmt: skip
 
 
@@ -192,15 +192,6 @@ def numbers_of(problem: Problem) -> BackwardNumbers:
     return numbers
 
 
-class DqKernel(NamedTuple):
-    """The prepared launch of dQ for head sizes over 128, whose work tiles are those of the forward."""
-
-    fill_table: TileTable | None
-    launch: CachedLaunch
-    functions: FunctionTensors | None
-    queued: bool
-
-
 class BackwardKernels(NamedTuple):
     """The prepared launches of one signature, in launch order, and the values that they take."""
 
@@ -208,7 +199,8 @@ class BackwardKernels(NamedTuple):
     fill_table: TileTable | None
     products: CachedLaunch
     """``backward_kernel``, or ``dkv_kernel`` if there is a kernel of dQ."""
-    dq: DqKernel | None
+    dq: forward.ForwardKernels | None
+    """The kernel of dQ for head sizes over 128, whose work tiles are those of the forward."""
     sum_parts: SumParts | None
     functions: FunctionTensors | None
     """Prepares the tensors that score and mask functions read; None without functions."""
@@ -382,8 +374,8 @@ class HopperBackwardLaunch:
         of_dq = wide_views(problem, dkv, config.parts, q, k, v, of_dq=True)
         numbers = numbers_of(problem)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
-        writes = (problem.num_heads_q * problem.head_dim, 0)
-        table_k, table_q = key_tile_table(problem, config), forward.tile_table(problem, plan, writes)
+        unwritten = UnwrittenSizes(problem.num_heads_q * problem.head_dim // 8)
+        table_k, table_q = key_tile_table(problem, config), forward.tile_table(problem, plan, unwritten)
         blocks_k = schedule_of(scheduled, config, table_k, k, extras.alibi_slopes)
         blocks_q = forward.schedule_of(problem, plan, table_q, k, extras.alibi_slopes)
         per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS  # work tiles of a block of keys of a head
@@ -418,7 +410,7 @@ class HopperBackwardLaunch:
             preprocess=Preprocess(problem, dlse is not None, LOG2_E, counters=1),
             fill_table=table_k,
             products=compute_dkv,
-            dq=DqKernel(table_q, compute_dq, of_queries, plan.queued),
+            dq=forward.ForwardKernels(table_q, compute_dq, of_queries, plan.queued),
             sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
             functions=of_keys,
             last=compute_dq,

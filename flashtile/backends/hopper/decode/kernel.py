@@ -867,7 +867,7 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     q.release(j)  # all S are complete; the last P V may be in flight
 
     # Epilogue.
-    o, l, m = state
+    o, l, m, _, _ = state
     # The sums of four threads that share a row, added once.
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     o = finish_blocks(C, v, i, o)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from typing import ClassVar
 
@@ -14,16 +14,11 @@ from flashtile.backends.hopper.config import (
     MAX_COLUMNS_OF_V,
     WARPGROUP_ROWS,
     ModifierFlags,
+    is_windowed,
     modifiers_of,
     padded_columns,
 )
-from flashtile.backends.hopper.forward.rounds import (
-    Costs,
-    blocks_stand_alone,
-    fastest,
-    measured_costs,
-    programs_overlap,
-)
+from flashtile.backends.hopper.forward.rounds import blocks_stand_alone, fastest, measured_costs
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
@@ -97,8 +92,9 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     ALIBI: bool
     SINK: bool
     MAX_LOGITS: bool
-    """Whether the largest score of each row is a result; ENTROPY: the entropy of its probabilities."""
+    """Whether the largest score of each row is a result."""
     ENTROPY: bool
+    """Whether the entropy of each row's probabilities is a result."""
     INVARIANT: bool
     """Whether rows have the bits that ``decode.kernel`` gives them."""
     EVEN_N: bool
@@ -380,7 +376,7 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
         return 512, 512
     if problem.invariant:  # of_tables has two configurations for these
         return padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
-    windowed, keys = _is_windowed(problem), problem.seqlen_k
+    windowed, keys = is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
     if others or not VIEWS_SPAN_TILES:
@@ -397,11 +393,6 @@ def _columns_for(size: int) -> list[int]:
     """
     found = [n for n in (*_FEWER_COLUMNS, padded_columns(size)) if size <= n <= padded_columns(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
-
-
-def _is_windowed(problem: Problem) -> bool:
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return left != UNLIMITED or right != UNLIMITED
 
 
 def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfig | None:
@@ -434,14 +425,7 @@ def choose(problem: Problem) -> ForwardConfig:
     left, _ = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     if problem.varlen and problem.seqlen_k >= LONG and left == UNLIMITED and config == _M128_N128_TWO_Q:
         return _M192_N128
-    sizes = tile_columns(problem)
-
-    def costs(other: ForwardConfig) -> Costs | None:
-        if other == _M64_N128_SHARED and not programs_overlap(problem, other):
-            return None
-        return measured_costs(sizes, other)
-
-    return fastest(problem, alternatives(config), costs)
+    return fastest(problem, alternatives(config), partial(measured_costs, tile_columns(problem)))
 
 
 @cache
@@ -459,9 +443,9 @@ def of_tables(problem: Problem) -> ForwardConfig:
         widest = max(padded_columns(problem.head_dim), padded_columns(problem.head_dim_v))
         own = _MODIFIED[modifiers][(64, 128, 256).index(widest)]
         # Under a mask a warpgroup waits more. With LATE_BITS it computes random bits during these waits.
-        return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
+        return replace(own, LATE_BITS=problem.dropout_p > 0 and is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    windowed, seen = _is_windowed(problem), problem.seqlen_k
+    windowed, seen = is_windowed(problem), problem.seqlen_k
     sizes = tile_columns(problem)
     if problem.invariant:  # as decode.kernel: blocks of 128 keys, not lazy, q not in registers
         return _M128_N128_TWO_Q if sizes == (64, 64) else _M128_N128

@@ -30,6 +30,7 @@ from flashtile.backends.hopper.forward.rounds import (
     measured_costs,
     microseconds,
     plan_of,
+    tiles_of_program,
     work_of_launch,
 )
 from flashtile.problems.attention import OptionalTensors, Problem
@@ -78,9 +79,8 @@ def divided(problem: Problem, config: ForwardConfig) -> DividedConfig | None:
         return None
     if problem.needs_general_mask is not None or not serves_heads(problem.head_dim, problem.head_dim_v):
         return None
-    programs = multiprocessors(problem.device)
     plan = plan_of(problem, config)
-    if plan.tiles >= ENOUGH_ROUNDS * config.PROGRAMS * programs:
+    if tiles_of_program(problem, plan) >= ENOUGH_ROUNDS:
         return None
     decode = choose_decode(over_cache(problem))
     widths = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
@@ -92,7 +92,8 @@ def divided(problem: Problem, config: ForwardConfig) -> DividedConfig | None:
     together = heads_together(problem.group_size)
     blocks = sum(blocks_of_rows(problem, tile.BLOCK_M // together, tile.BLOCK_N))
     heads = problem.batch * problem.num_heads_q // together
-    time = LAUNCH + COMBINE + costs.tile + SLOWER * costs.block * math.ceil(heads * blocks / programs)
+    of_program = math.ceil(heads * blocks / multiprocessors(problem.device))
+    time = LAUNCH + COMBINE + costs.tile + SLOWER * costs.block * of_program
     if time >= WORTHWHILE * microseconds(work_of_launch(problem, plan, own)):
         return None
     return DividedConfig(decode, config)

@@ -337,7 +337,8 @@ def load_queries(
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         row = RAGGED_ROWS - work.seqlen_q + row
-        # Unused rows of a token get queries of the next heads, or zeros: they are computed, but not stored.
+        # This view counts heads; that of dense calls with PACK > 1 counts groups of heads. Unused rows of a
+        # token get queries of the next heads, or zeros: they are computed, but not stored.
         head *= C.PACKED_HEADS
         async_load(desc, [RAGGED_ROWS, end, row, head, column], barrier, tile)
     elif C.PACK > 1:
@@ -407,42 +408,16 @@ class SoftmaxState(NamedTuple):
     wgmma's accumulator has every fourth pair of columns)."""
     m: Any
     """[64]: maximum of the scores, in log2 units."""
-
-
-class StateWithStatistics(NamedTuple):
-    """A :class:`SoftmaxState` with what the statistics of the scores need, 0 for what a call lacks."""
-
-    o: Any
-    l: Any
-    m: Any
-    largest: Any
-    """[64]: largest score of a key, in log2 units, where m is another: it may lag behind, or be a sink."""
-    moment: Any
-    """[64, 4]: sums of P log2 P, in the units and the layout of l."""
+    largest: Any = 0
+    """[64]: largest score of a key, in log2 units, if :func:`keeps_largest`; else 0."""
+    moment: Any = 0
+    """[64, 4]: sums of P log2 P, in the units and the layout of l; 0 without ENTROPY."""
 
 
 @gluon.constexpr_function
 def keeps_largest(C):
     """Whether the largest score is kept apart from m, which may lag behind or be a sink. If not, it is m."""
     return C.MAX_LOGITS and (C.SINK or C.LAZY_RESCALE)
-
-
-@gluon.jit
-def state_of(C: gl.constexpr, o, l, m, largest, moment):
-    """Return the state of the online softmax, with statistics if the call has any."""
-    if keeps_largest(C) or C.ENTROPY:
-        return StateWithStatistics(o, l, m, largest, moment)
-    else:
-        return SoftmaxState(o, l, m)
-
-
-@gluon.jit
-def statistics_of(C: gl.constexpr, state):
-    """Return (largest, moment) of the state; zeros for what the call lacks."""
-    if keeps_largest(C) or C.ENTROPY:
-        return state.largest, state.moment
-    else:
-        return 0, 0
 
 
 @gluon.jit
@@ -499,15 +474,14 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
     # lse is stored while the last P V is in flight. The next block's first Q K^T is not issued here, although
     # the tensor cores are idle: its S would be 64 more live registers (0.93 to 0.98 times as fast).
-    o, l, m = state.o, state.l, state.m
+    o, l, m, largest, moment = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = to_natural(C, m) + gl.log(sums)
     if C.INVARIANT:  # as decode.kernel, whose partial results have lse in base 2
         lse = (m + gl.log2(sums)) * LN_2
     if C.SINK:
         lse = at_least(lse, gl.load(pointers.sink + head).to(gl.float32))
-    store_lse(C, lse, work, head, positions, pointers, schedule)
-    largest, moment = statistics_of(C, state)
+    store_row(C, lse, work, head, positions, pointers.lse, schedule)
     if C.MAX_LOGITS:
         if not keeps_largest(C):
             largest = m
@@ -612,13 +586,13 @@ def first_state(C: gl.constexpr, head, pointers):
     l = quad_sums(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
     moment = 0
     if C.ENTROPY:  # that of the sink's probability, 1, is 0 as well
-        moment = scale_rows(l, gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout))
+        moment = l
     if C.SINK:
         l += 0.25
     largest = 0
     if keeps_largest(C):
         largest = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, m.type.layout)
-    return state_of(C, o, l, m, largest, moment)
+    return SoftmaxState(o, l, m, largest, moment)
 
 
 @gluon.jit
@@ -705,15 +679,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     s, block = block_scores(C, W, C.BLOCK_N, tile, rows, i, first)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
-    o, l, m = state.o, state.l, state.m
-    largest, moment = statistics_of(C, state)
-    m_first = m
-    weights, log_p, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
-    if keeps_largest(C):
-        largest = gl.maximum(largest, top)
-    if C.ENTROPY:
-        moment = entropy_step(C, moment, weights, log_p, l, m_first, m, alpha, True)
-    l = scale_rows(l, alpha) + quad_sums(weights)
+    o, l, m, largest, moment = state
+    weights, alpha, l, m, largest, moment = online_softmax(
+        C, s, l, m, largest, moment, numbers.scale_log2, True
+    )
     if CUTS_FIRST:  # else O is 0
         o = each(scale_rows, o, alpha)
     p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
@@ -745,14 +714,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
         if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if n >= full_end:  # blocks that the block mask does not list as full come first
                 s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, C.EVEN_N)
-        # m, P and l of block n. l sums P in fp32, before it is rounded for P V, and with what dropout drops.
-        m_old = m
-        weights, log_p, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
-        if keeps_largest(C):
-            largest = gl.maximum(largest, top)
-        if C.ENTROPY:
-            moment = entropy_step(C, moment, weights, log_p, l, m_old, m, alpha, C.LISTED)
-        l = scale_rows(l, alpha) + quad_sums(weights)
+        # m, P and l of block n. Without lists, no mask hides keys of these blocks.
+        weights, alpha, l, m, largest, moment = online_softmax(
+            C, s, l, m, largest, moment, numbers.scale_log2, C.LISTED
+        )
         # ptxas may move the wait for P V before the exponentials. Keeping it behind them made calls 0.90 to
         # 1.09 times as fast, so the table of configurations says where.
         if C.PIN_WAIT:
@@ -776,10 +741,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     if C.HAS_LEFT:
         o = finish_pv(o)
         v.release(i - 1)
-        state = state_of(C, o, l, m, largest, moment)
+        state = SoftmaxState(o, l, m, largest, moment)
         return attend_masked(C, W, C.BLOCK_N, tile, state, i, full_begin, begin)
     else:
-        return state_of(C, o, l, m, largest, moment), i
+        return SoftmaxState(o, l, m, largest, moment), i
 
 
 @gluon.jit
@@ -805,25 +770,19 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows = rows_in(C, tile.rows, row)
     v = tile.v
-    o, l, m = state.o, state.l, state.m
-    largest, moment = statistics_of(C, state)
+    o, l, m, largest, moment = state
     for n in range(n_from - 1, n_to - 1, -1):
         s, block = block_scores(C, W, WIDTH, tile, rows, i, n)
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
-        m_old = gl.convert_layout(m, row)
-        weights, log_p, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
-        if keeps_largest(C):
-            largest = gl.maximum(largest, gl.convert_layout(top, largest.type.layout))
-        if C.ENTROPY:
-            moment = entropy_step(C, moment, weights, log_p, l, m_old, m_new, alpha, True)
-        m = gl.convert_layout(m_new, m.type.layout)
-        l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
+        weights, alpha, l, m, largest, moment = online_softmax(
+            C, s, l, m, largest, moment, tile.numbers.scale_log2, True
+        )
         p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
         o = start_pv(C, p, tile_of_v(C, v, i), each(scale_rows, o, alpha))
         o = finish_pv(o)
         v.release(i)  # k was released by block_scores, as soon as S was complete
         i += 1
-    return state_of(C, o, l, m, largest, moment), i
+    return SoftmaxState(o, l, m, largest, moment), i
 
 
 @gluon.jit
@@ -1196,21 +1155,24 @@ from the largest fp16."""
 
 
 @gluon.jit
-def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """Return (unnormalised P, log2 P, new row maximum, factor for earlier sums, largest score of each row in
-    log2 units). ``scale_log2`` is positive.
+def online_softmax(C: gl.constexpr, s, l, m, largest, moment, scale_log2, MAY_HIDE: gl.constexpr):
+    """Add the scores ``s`` of a block of keys to the fields l, m, largest and moment of a state.
+
+    Returns (unnormalised P, the factor alpha for earlier sums and O, new l, m, largest, moment). P and alpha
+    are in the layout of s. ``scale_log2`` is positive. MAY_HIDE: a mask may have hidden keys of the block.
 
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451), the maximum m changes only if
     a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m, so out and lse do not depend on m.
     """
+    m_old = gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))
     # The factor is positive, so the maximum comes first: one product for a row, not one for each score.
     top = gl.max(s, 1)
     if not C.SCALED_SCORES:
         top = top * to_log2(C, top, scale_log2)
-    if C.LAZY_RESCALE:  # the factor below is then exactly 1 for most rows, which ``rescale`` skips
-        m_new = gl.where(top > m + LAG_LOG2, top, m)
+    if C.LAZY_RESCALE:  # alpha is then exactly 1 for most rows, which ``rescale`` skips
+        m_new = gl.where(top > m_old + LAG_LOG2, top, m_old)
     else:
-        m_new = gl.maximum(m, top)
+        m_new = gl.maximum(m_old, top)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf: the row has seen no key so far
     if C.SCALED_SCORES:
         log_p = s - shift[:, None]
@@ -1219,22 +1181,21 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
         log_p = gl.fma(s, factor[:, None], -shift[:, None])
     else:  # one FMA, as above: floating-point fusion is on
         log_p = s * scale_log2 - shift[:, None]
-    return gl.exp2(log_p), log_p, m_new, gl.exp2(m - shift), top
-
-
-@gluon.jit
-def entropy_step(C: gl.constexpr, moment, p, log_p, l, m, m_new, alpha, MAY_HIDE: gl.constexpr):
-    """Add a block of keys to ``moment``, the sums of P log2 P. l and m are those before the block.
-
-    P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P then change by the
-    sums of P times the change. The other arguments are the results of :func:`online_softmax`.
-    """
-    # The logarithm of what is 0 is -inf, and 0 times -inf would be NaN. Far above -1000, exp2 is 0 as well.
-    if MAY_HIDE or has_natural_scores(C):
-        log_p = gl.maximum(log_p, -1000.0)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    moment = scale_rows(moment + scale_rows(l, gl.maximum(m - shift, -1000.0)), alpha)
-    return moment + gl.convert_layout(quad_dots(p, log_p), moment.type.layout)
+    p, alpha = gl.exp2(log_p), gl.exp2(m_old - shift)
+    if keeps_largest(C):
+        largest = gl.maximum(largest, gl.convert_layout(top, largest.type.layout))
+    if C.ENTROPY:
+        # The logarithm of what is 0 is -inf, and 0 times -inf would be NaN. Far above -1000, exp2 is 0 too.
+        if MAY_HIDE or has_natural_scores(C):
+            log_p = gl.maximum(log_p, -1000.0)
+        # P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P change by
+        # the sums of P times the change.
+        moment = scale_rows(moment + scale_rows(l, gl.maximum(m_old - shift, -1000.0)), alpha)
+        moment = moment + gl.convert_layout(quad_dots(p, log_p), moment.type.layout)
+    m = gl.convert_layout(m_new, m.type.layout)
+    # l sums P in fp32, before it is rounded for P V, and with what dropout drops.
+    l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(p), l.type.layout)
+    return p, alpha, l, m, largest, moment
 
 
 @gluon.jit
@@ -1396,7 +1357,7 @@ def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0,
     head, column = work.head // C.COLUMN_SPLITS, first_column(C, work) + column
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
-        if C.PACK > 1:  # groups of all rows are counted (``ragged_view``)
+        if C.PACK > 1:  # one coordinate counts the groups of heads in all rows (``ragged_view``)
             end, head = end * (num_heads // C.COLUMN_SPLITS) + head, 0
         async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], tile)
     elif C.PACK > 1:
@@ -1406,17 +1367,12 @@ def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0,
 
 
 @gluon.jit
-def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
-    """Store lse (natural logarithm) of each row; rows past the last query are not written.
-
-    Work tiles that divide the columns of v store the same lse.
-    """
-    store_row(C, lse, work, head, positions, pointers.lse, schedule)
-
-
-@gluon.jit
 def store_row(C: gl.constexpr, numbers, work, head, positions, pointer, schedule):
-    """Store a number of each row to a tensor in the shape of lse."""
+    """Store a number of each row, such as lse; rows past the last query are not written.
+
+    ``pointer`` is that of a tensor in the shape of lse. Work tiles that divide the columns of v store the
+    same numbers.
+    """
     if C.VARLEN:  # int64: heads times tokens may exceed 2 ** 31
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:

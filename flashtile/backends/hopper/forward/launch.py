@@ -144,27 +144,19 @@ def launch_registers(variant: ForwardVariant) -> int:
     return SHARING_REGISTERS[variant.WARPGROUPS, variant.PROGRAMS][1]
 
 
-def tile_table(
-    problem: Problem, plan: ForwardPlan, writes: tuple[int, ...] | None = None
-) -> TileTable | None:
-    """Return the tile table of packed sequences; None for a dense call.
-
-    ``writes``: elements of a token of the launch's result, heads that get -inf (of lse and of the largest
-    scores), and heads of the entropy, if rows that no work tile writes are to be filled. The last may be left
-    out.
-    """
+def tile_table(problem: Problem, plan: ForwardPlan, unwritten: UnwrittenSizes) -> TileTable | None:
+    """Return the tile table of packed sequences; None for a dense call."""
     if not problem.varlen:
         return None
-    sizes = None if writes is None else UnwrittenSizes(writes[0] // 8, 0, 0, *writes[1:])
     return TileTable(
         problem.batch,
         problem.seqlen_q,
         problem.total_q,
         problem.total_k,
         plan.config.BLOCK_M // rows_of_token(plan.pack),
+        unwritten,
         problem.seqused_k,
         plan.paired,
-        sizes=sizes,
     )
 
 
@@ -237,7 +229,7 @@ class HopperForwardLaunch:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._outputs(q, out, lse)
-        own, *statistics = (lse, None, None) if not self._statistics else row_pointers(lse, self._statistics)
+        own, *statistics = row_pointers(lse, self._statistics)
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(q, k, v, extras)
@@ -279,8 +271,12 @@ class HopperForwardLaunch:
         plan = plan_of(problem, self._config)
         variant = forward_variant(problem, plan, extras.bias)
         heads = problem.num_heads_q
-        written = (heads * problem.head_dim_v, heads * (1 + problem.max_logits), heads * problem.entropy)
-        table = tile_table(problem, plan, written)
+        unwritten = UnwrittenSizes(
+            heads * problem.head_dim_v // 8,
+            heads=heads * (1 + problem.max_logits),
+            entropies=heads * problem.entropy,
+        )
+        table = tile_table(problem, plan, unwritten)
         schedule = schedule_of(problem, plan, table, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,

@@ -24,6 +24,7 @@ from flashtile.backends.hopper.config import (
     modifiers_of,
     rows_of_token,
 )
+from flashtile.backends.hopper.forward.schedule import lacking_tokens
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import KernelMask
@@ -185,18 +186,21 @@ def fastest(
     """Return the first of ``configs``, or another that is estimated to take less than WORTHWHILE of its time.
 
     It is the first for packed sequences and used keys, whose lengths the host does not know. Others are
-    passed over if ``costs_of`` returns None for them, or if another number of heads would share their tiles.
+    passed over if ``costs_of`` returns None for them, if another number of heads would share their tiles, or
+    if more programs would share a multiprocessor without need (:func:`programs_overlap`).
     """
     first, *others = configs
     plan, costs = plan_of(problem, first, kernel), costs_of(first)
-    enough = ENOUGH_ROUNDS * first.PROGRAMS * multiprocessors(problem.device)
-    if problem.varlen or problem.seqused_k or plan.tiles >= enough or costs is None:
+    enough = tiles_of_program(problem, plan) >= ENOUGH_ROUNDS
+    if problem.varlen or problem.seqused_k or enough or costs is None:
         return first
     misses = 1.0 if keys_are_few(problem) else SINGLE_MISSES
     best, least = first, WORTHWHILE * microseconds(work_of_launch(problem, plan, costs))
     for config in others:
         other, costs = plan_of(problem, config, kernel), costs_of(config)
         if costs is None or other.pack != plan.pack:
+            continue
+        if config.PROGRAMS != first.PROGRAMS and not programs_overlap(problem, other):
             continue
         time = microseconds(work_of_launch(problem, other, costs))
         if plan.paired and not other.paired:
@@ -206,15 +210,19 @@ def fastest(
     return best
 
 
-def programs_overlap(problem: Problem, config: ForwardConfig) -> bool:
+def tiles_of_program(problem: Problem, plan: ForwardPlan) -> float:
+    """Return how many work tiles of a dense call a program has, on average."""
+    return plan.tiles / (plan.config.PROGRAMS * multiprocessors(problem.device))
+
+
+def programs_overlap(problem: Problem, plan: ForwardPlan) -> bool:
     """Whether programs of one warpgroup that share multiprocessors may replace longer tiles.
 
     While one begins or ends a tile the other multiplies, so programs need more than one tile. Where they have
     many, longer tiles fill the card as well, and read keys less often.
     """
     least, most = TILES_TO_SHARE
-    tiles = plan_of(problem, config).tiles / (config.PROGRAMS * multiprocessors(problem.device))
-    return least <= tiles <= most
+    return least <= tiles_of_program(problem, plan) <= most
 
 
 def keys_are_few(problem: Problem) -> bool:
@@ -226,8 +234,10 @@ def keys_are_few(problem: Problem) -> bool:
 def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchWork:
     """Return the work of a dense call that is divided by ``plan``."""
     config = plan.config
-    lacking = lacking_tokens(problem, config, plan.pack) if plan.first_partial else 0
-    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N, lacking))
+    rows, lacking = config.BLOCK_M // plan.pack, 0
+    if plan.first_partial:
+        lacking = lacking_tokens.fn(problem.seqlen_q, WARPGROUP_ROWS // plan.pack, rows)
+    blocks = tuple(blocks_of_rows(problem, rows, config.BLOCK_N, lacking))
     programs = config.PROGRAMS * multiprocessors(problem.device)
     return LaunchWork(
         blocks=blocks, heads=plan.heads, interleaved=plan.interleaved, paired=plan.paired, queued=plan.queued,
@@ -249,12 +259,6 @@ def blocks_of_rows(problem: Problem, rows: int, block_n: int, lacking: int = 0) 
         yield math.ceil(end / block_n) - begin // block_n if begin < end else 1
 
 
-def lacking_tokens(problem: Problem, config: ForwardConfig, pack: int) -> int:
-    """Return how many tokens of whole warpgroups a dense sequence lacks to fill its blocks of query rows."""
-    unit = WARPGROUP_ROWS // pack
-    return -math.ceil(problem.seqlen_q / unit) % config.warpgroups * unit
-
-
 def first_is_partial(problem: Problem, config: ForwardConfig, pack: int) -> bool:
     """Whether the first block of query rows is the partial one, under a mask with only a right edge.
 
@@ -270,7 +274,7 @@ def first_is_partial(problem: Problem, config: ForwardConfig, pack: int) -> bool
     rows = config.BLOCK_M // pack
     blocks = math.ceil(problem.seqlen_q / rows)
     # The last block sees all keys, and each one before it ``rows`` fewer: the mean is that of the middle.
-    saved = (blocks - 1) * lacking_tokens(problem, config, pack)
+    saved = (blocks - 1) * lacking_tokens.fn(problem.seqlen_q, WARPGROUP_ROWS // pack, rows)
     return saved > FIRST_PARTIAL_SAVES * blocks * max(problem.seqlen_k - (blocks - 1) * rows / 2, 0)
 
 

@@ -11,7 +11,7 @@ program walk the same work tiles, each with its own step::
         load_block for each block                           attend_tile for each block
           tile_blocks: key blocks of the tile                 own_range: key blocks of 64 of its rows
 
-The kernels' functions on integers can be called from Python through ``.fn`` (tests, documentation).
+Python can call the functions on integers through ``.fn`` (``rounds``, tests, documentation).
 """
 
 from typing import Any, NamedTuple
@@ -43,8 +43,9 @@ class ForwardPointers(NamedTuple):
     """Tensors that functions of scores and masks read,
     :class:`~flashtile.backends.hopper.modifiers.CapturedTensors`."""
     max_logits: Any
-    """Largest score of each row, in the shape of lse; ``entropy``: that of its probabilities."""
+    """Largest score of each row, in the shape of lse."""
     entropy: Any
+    """Entropy of each row's probabilities, in the shape of lse."""
 
 
 class ForwardSchedule(NamedTuple):
@@ -281,15 +282,14 @@ def own_blocks(C: gl.constexpr, first_row, last_row, n_begin, n_end, seqlen_q, s
 
 
 @gluon.jit
-def lacking_tokens(C: gl.constexpr, work):
+def lacking_tokens(seqlen_q, WARPGROUP: gl.constexpr, BLOCK: gl.constexpr):
     """Return how many tokens the first block of query rows lacks with FIRST_BLOCK_PARTIAL.
 
     It lacks whole warpgroups, so the same 64 rows share a warpgroup as without, and their bits are equal.
+    WARPGROUP and BLOCK are the tokens of a warpgroup and of a whole block.
     """
-    UNIT: gl.constexpr = WARPGROUP_ROWS // C.PACK
-    TOKENS: gl.constexpr = C.BLOCK_M // C.PACK
-    filled = (work.seqlen_q + UNIT - 1) // UNIT * UNIT
-    return (filled + TOKENS - 1) // TOKENS * TOKENS - filled
+    filled = (seqlen_q + WARPGROUP - 1) // WARPGROUP * WARPGROUP
+    return (filled + BLOCK - 1) // BLOCK * BLOCK - filled
 
 
 @gluon.jit
@@ -297,7 +297,7 @@ def first_token(C: gl.constexpr, W: gl.constexpr, work, block):
     """Return the first token of warpgroup W in a block of query rows."""
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     if C.FIRST_BLOCK_PARTIAL:
-        first -= lacking_tokens(C, work)
+        first -= lacking_tokens(work.seqlen_q, WARPGROUP_ROWS // C.PACK, C.BLOCK_M // C.PACK)
         # A warpgroup without rows is past the last query, where zeros are loaded and nothing is stored.
         first = first if first >= 0 else work.seqlen_q - first
     return first
@@ -311,7 +311,7 @@ def tile_blocks(C: gl.constexpr, work, block, mask):
     """
     first = block * (C.BLOCK_M // C.PACK)
     if C.FIRST_BLOCK_PARTIAL:
-        first -= lacking_tokens(C, work)
+        first -= lacking_tokens(work.seqlen_q, WARPGROUP_ROWS // C.PACK, C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
     return key_blocks(C, first, last, work.seqlen_q, work.seqlen_k, mask)
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
-from flashtile.backends.hopper.config import padded_columns
+from flashtile.backends.hopper.config import is_windowed, padded_columns
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
-from flashtile.problems.common import UNLIMITED
 from flashtile.problems.fp8 import Fp8Problem
 
 
@@ -72,12 +71,10 @@ _UNEQUAL = {(d, dv): F(2, 128 if max(d, dv) <= 128 else 64) for d, dv in permuta
 
 
 def choose(problem: Fp8Problem) -> Fp8Config:
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    windowed = left != UNLIMITED or right != UNLIMITED
     block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     if block_d != block_dv:
         return _UNEQUAL[block_d, block_dv]
-    return _TABLE[block_d, windowed, problem.v_transposed]
+    return _TABLE[block_d, is_windowed(problem), problem.v_transposed]
 
 
 def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:

@@ -52,7 +52,7 @@ from flashtile.backends.hopper.forward.kernel import (
     scale_rows,
     skip_blocks,
     start_qk,
-    store_lse,
+    store_row,
     store_tile,
 )
 from flashtile.backends.hopper.forward.schedule import (
@@ -373,11 +373,11 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     state, i = attend_blocks(C, W, tile, state, i, own, block_scales)
     q.release(j)
 
-    o, l, m = state
+    o, l, m, _, _ = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     # P has the factor 2 ** P_LOG2, and so have the sums. It cancels in O / sums.
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
-    store_lse(C, lse, work, head, positions, call.pointers, schedule)
+    store_row(C, lse, work, head, positions, call.pointers.lse, schedule)
     i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong)
     # Rows that see no key become 0. Their o may be NaN, because V may hold NaN after the last key.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
@@ -406,7 +406,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
     # Prologue: S and P of block ``first``, which may need a mask. The blocks after it do not.
     s, next_scales = block_products(C, W, C.BLOCK_N, tile, i, first)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
-    o, l, m = state
+    o, l, m, _, _ = state
     k_scale, v_scale = block_scales
     packed, m, l, alpha = fp8_softmax(C, s, first, m, l, tile, tile.rows, k_scale, v_scale, CUT)
     if C.HAS_RIGHT:  # else O is 0
@@ -466,7 +466,7 @@ def attend_masked(
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH, 32))
     rows = rows_in(C, tile.rows, row)
     v = tile.v
-    o, l, m = state
+    o, l, m, _, _ = state
     o_layout: gl.constexpr = o.type.layout
     k_scale, v_scale = block_scales
     # Q K^T and P V do not overlap here, as in the 16-bit kernel: cut blocks are few.

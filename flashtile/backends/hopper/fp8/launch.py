@@ -14,7 +14,7 @@ from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, Unwritten
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, Unwritten, UnwrittenSizes
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 
@@ -57,7 +57,8 @@ class Fp8ForwardLaunch:
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> ForwardKernels:
         problem, plan = self._problem, self._plan
         variant = fp8_forward_variant(problem, plan, scales)
-        table = tile_table(problem, plan, (problem.num_heads_q * problem.head_dim_v, problem.num_heads_q))
+        heads = problem.num_heads_q
+        table = tile_table(problem, plan, UnwrittenSizes(heads * problem.head_dim_v // 8, heads=heads))
         schedule = schedule_of(problem, plan, table, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
             fp8_forward_kernel,

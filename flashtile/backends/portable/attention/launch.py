@@ -242,7 +242,7 @@ class PortableForwardLaunch:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._outputs(q, out, lse)
-        rows = (lse, None, None) if not self._statistics else row_pointers(lse, self._statistics)
+        rows = row_pointers(lse, self._statistics)
         self._launch(q, k, v, out, rows, extras)
         return out, lse
 

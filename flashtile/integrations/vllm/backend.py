@@ -207,7 +207,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
         Whether the step has groups depends on its sizes only, as a captured step's replays have other blocks.
         """
-        step.groups = None if self._shared is None or not step.causal else self._shared.find(step)
+        if self._shared is not None and step.causal:
+            step.groups = self._shared.find(step)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return the metadata of a captured step. Its layers read the cache, as all replays may have to."""
@@ -219,6 +220,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Return a copy of the metadata with the block table and slots of another group of layers."""
         updated = copy.copy(metadata)
         updated.block_table, updated.slot_mapping = blk_table[: len(metadata.seq_lens)], slot_mapping
+        updated.groups = None
         self._find_groups(updated)
         return updated
 

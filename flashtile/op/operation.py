@@ -344,7 +344,8 @@ class Operation(Calls):
     def is_served(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> bool:
         """Whether a backend serves a call, on the GPU ``target`` if given."""
         try:
-            self._select(tensors, optional, options, target)
+            with uncollected():  # backends are imported
+                self._select(tensors, optional, options, target)
         except NotImplementedError:
             return False
         return True

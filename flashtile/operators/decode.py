@@ -183,10 +183,8 @@ class _AddingMass(Into):
         return LaunchInto(Operation.prepare(self, tensors, optional, options), self, tensors, optional)
 
     def launch_on_meta(self, tensors: tuple, optional: Any, options: Any, target: Any = None) -> None:
-        problem = self.describe(*tensors, optional, options)
-        if target is not None:
-            problem = on_target(problem, target)
-        launch = LaunchInto(select(self, problem, options.backend).prepare(), self, tensors, optional)
+        prepared = self._select(tensors, optional, options, target).prepare()
+        launch = LaunchInto(prepared, self, tensors, optional)
         launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
 
     def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:

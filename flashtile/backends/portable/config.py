@@ -269,9 +269,7 @@ def choose(problem: Problem) -> Config:
     width = padded(max(problem.head_dim, problem.head_dim_v))
     if problem.mods is not None:
         return row_with_functions(problem, family(problem.device), problem.dtype.itemsize, width)
-    windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
     needs_general_mask = problem.needs_general_mask is not None
-    config = row_for(
-        capability(problem.device), problem.dtype.itemsize, width, windowed or needs_general_mask
-    )
+    windowed = problem.has_window or needs_general_mask
+    config = row_for(capability(problem.device), problem.dtype.itemsize, width, windowed)
     return for_general_masks(config) if needs_general_mask else config

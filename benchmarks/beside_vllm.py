@@ -8,7 +8,7 @@ Each contestant is an engine of its own, in a process of its own, one after the 
 :class:`flashtile.LLM`, the other names are attention backends of ``vllm.LLM``, of which ``CUSTOM`` is
 flashtile's. ``+cascade`` sets ``FLASHTILE_CASCADE_ATTENTION=1``, ``+invariant`` asks either engine for
 results that do not depend on the batch. All other options are each engine's own. The model has random
-weights.
+weights, which each engine makes for itself. With ``--written`` all read the same ones from a file.
 
 The workloads, all with ``ignore_eos``:
 
@@ -21,13 +21,14 @@ The workloads, all with ``ignore_eos``:
                      prompts
 
 Greedy answers to prompts of 200 tokens of their own, 32 ``alone`` and 32 ``shared`` ones behind the same
-2,048 tokens, are compared with those of the first contestant of the same library, which has the same weights.
+2,048 tokens, are compared with those of the first contestant that has the same weights: of the same library,
+or with ``--written`` of all.
 ``equal_answers`` is the share of answers with equal tokens. The others part at ties: ``parted`` has for each
 of them the place of the first other token, and the contestant's difference of log-probabilities between the
 two tokens there. It is None if the difference is above 0.25, so no tie, or if the first contestant's token is
 not among the five likeliest. ``blind_answers`` is the share of prompts with equal answers alone and behind
-the common tokens. Where it is 1, as with vLLM's random weights, which are small, answers follow from the last
-token, and equal ones say nothing about attention.
+the common tokens. Where it is 1, as with the weights that vLLM makes, which are small, answers follow from
+the last token, and equal ones say nothing about attention.
 
 The file of ``--json`` is written after every round, so a run that is cut off loses one round at most.
 ``first_round`` has the rates of the rounds that compile.
@@ -66,11 +67,15 @@ Generate = Callable[[list[list[int]], list[dict[str, Any]]], list[Any]]
 """(prompts, sampling parameters) -> outputs, of whose fields vLLM and flashtile have the same names."""
 
 
+def load_format(options: argparse.Namespace) -> str:
+    return "auto" if options.written else "dummy"
+
+
 def flashtile_engine(folder: Path, options: argparse.Namespace, invariant: bool) -> Generate:
     from flashtile import LLM, SamplingParams
 
     llm = LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=options.seqs,
+        folder, load_format=load_format(options), skip_tokenizer_init=True, max_num_seqs=options.seqs,
         enforce_eager=options.eager, batch_invariant=invariant, **json.loads(options.ours),
     )  # fmt: skip
 
@@ -84,7 +89,7 @@ def vllm_engine(folder: Path, options: argparse.Namespace, backend: str) -> Gene
     import vllm
 
     llm = vllm.LLM(
-        str(folder), load_format="dummy", skip_tokenizer_init=True, max_num_seqs=options.seqs,
+        str(folder), load_format=load_format(options), skip_tokenizer_init=True, max_num_seqs=options.seqs,
         enforce_eager=options.eager, attention_backend=backend, **json.loads(options.more),
     )  # fmt: skip
 
@@ -180,17 +185,14 @@ def greedy_answers(generate: Generate, model: str) -> dict[str, list[dict[str, A
 
 
 def compare(document: dict[str, Any]) -> None:
-    """Add ``equal_answers`` and ``parted`` to all results.
-
-    They are compared with the first contestant of the same library, because the random weights of vLLM and of
-    flashtile are not the same.
-    """
+    """Add ``equal_answers`` and ``parted``, compared with the first contestant of the same weights."""
     first: dict[bool, dict[str, Any]] = {}
+    written = document.get("written", False)
     for name, found in document["results"].items():
         found["equal_answers"], found["parted"] = {}, {}
         if found["greedy"]:  # else it failed
-            first.setdefault(name.startswith("flashtile"), found["greedy"])
-        reference = first.get(name.startswith("flashtile"), {})
+            first.setdefault(written or name.startswith("flashtile"), found["greedy"])
+        reference = first.get(written or name.startswith("flashtile"), {})
         for kind, answers in found["greedy"].items():
             pairs = list(zip(answers, reference[kind], strict=True))
             other = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
@@ -212,7 +214,7 @@ def new_document(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "kind": "beside-vllm", "versions": machine.versions(), "source": source_commit(),
         "device": machine.describe_device(machine.find_device(None)), "model": options.model,
-        "new": options.new, "results": {},
+        "written": options.written, "new": options.new, "results": {},
     }  # fmt: skip
 
 
@@ -231,7 +233,7 @@ def run(options: argparse.Namespace) -> None:
     name, _, variant = options.engine.partition("+")
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
-        folder = write_model(options.model, Path(place))
+        folder = write_model(options.model, Path(place), weights=options.written)
         if name == "flashtile":
             generate = flashtile_engine(folder, options, variant == "invariant")
         else:
@@ -258,6 +260,7 @@ def main() -> None:
     parser.add_argument("--contestants", default=CONTESTANTS)
     parser.add_argument("--workloads", default=WORKLOADS)
     parser.add_argument("--model", default="llama-3-8b", choices=list(SERVED))
+    parser.add_argument("--written", action="store_true", help="the same weights for all, from a file")
     parser.add_argument("--new", type=int, default=256, help="tokens of an answer to a shared prompt")
     parser.add_argument("--seqs", type=int, default=256, help="max_num_seqs")
     parser.add_argument("--rounds", type=int, default=2)

@@ -2,13 +2,17 @@
 
     python -m benchmarks.two_trees OLD NEW --out ratios.json
     python -m benchmarks.two_trees OLD NEW --only host,grid --seconds 300
+    python -m benchmarks.two_trees . .:four_rounds.py .:eight_rounds.py . --only masks --passes backward
 
-OLD and NEW are folders that contain ``flashtile/``. Each runs in its own process, and only one is timed at a
-time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid, of
-the workloads ``shapes``, of calls with little work, of packed documents, of chunks (``attention_chunk``) and
-of score and mask functions, and steps over paged caches. The results of the two checkouts are compared before
-they are timed. A ratio is old time / new time, so NEW is faster where it exceeds 1. Results are ``identical``
-if their norms and the sums of every seventh element are the same to the last bit.
+OLD and NEW are folders that contain ``flashtile/``. Further ones are compared with OLD too; OLD again shows
+how much two processes of the same code differ. A folder may be followed by a Python file, which its process
+runs first: it can change a constant or a choice, for an experiment. Each runs in its own process, and only
+one is timed at a time. The cells are the host time to issue small calls, and both passes of the
+FlashAttention papers' grid, of the workloads ``shapes``, of calls with little work, of packed documents, of
+chunks (``attention_chunk``) and of score and mask functions, and steps over paged caches. The results of
+checkouts are compared with OLD's before they are timed. A ratio is old time / new time, so NEW is faster
+where it exceeds 1. Results are ``identical`` if their norms and the sums of every seventh element are the
+same to the last bit.
 """
 
 from __future__ import annotations
@@ -74,15 +78,14 @@ def cells_of(group: str, workloads: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def packed_cells() -> list[dict[str, Any]]:
-    """Packed documents: the first two workloads of each class that the suite draws."""
+    """Packed documents that the suite draws: a set of the first two workloads of each class, and the rest."""
     from benchmarks.suite.workloads import select
 
-    chosen = [w for w in select(["packed"]) if w.name.endswith((".0", ".1"))]
     return [
-        {"set": "packed", "name": w.name, "which": which, "lengths": [length for length, _ in w.sequences],
-         "heads": (w.num_heads_q, w.num_heads_kv), "head_dim": w.head_dim, "causal": w.causal,
-         "window": w.window_left + 1}
-        for w in chosen
+        {"set": "packed" if w.name.endswith((".0", ".1")) else "packed-rest", "name": w.name, "which": which,
+         "lengths": [length for length, _ in w.sequences], "heads": (w.num_heads_q, w.num_heads_kv),
+         "head_dim": w.head_dim, "causal": w.causal, "window": w.window_left + 1}
+        for w in select(["packed"])
         for which in ("forward", "backward")
     ]  # fmt: skip
 
@@ -260,17 +263,22 @@ def host_call(name: str) -> Callable[[], Any]:
     return lambda: flashtile.flash_attn_func(q, k, v, causal=True)
 
 
-def device_time(call: Callable[[], Any], milliseconds: float = 20.0) -> float:
-    """Return the median milliseconds of a call on the GPU with a cold L2 cache, without the host time."""
+def device_time(call: Callable[[], Any], warm: bool = False, milliseconds: float = 20.0) -> float:
+    """Return the median milliseconds of a call on the GPU, without the host time.
+
+    The L2 cache is cold, or with ``warm`` as the call before left it.
+    """
     import torch
 
-    flushed = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    flushed = torch.empty(0 if warm else 2**28, dtype=torch.int8, device=DEVICE)
     call()
     pairs: list[tuple[Any, Any]] = []
     spent = 0.0
     while len(pairs) < 5 or (spent < milliseconds and len(pairs) < 40):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flushed.zero_()
+        if warm:
+            call()
         torch.cuda._sleep(1_000_000)
         begin.record()
         call()
@@ -298,22 +306,25 @@ def host_time(call: Callable[[], Any]) -> float:
     return min(batches)
 
 
-def work() -> None:
+def work(changes: str, warm: bool) -> None:
     """Run as a worker: read questions from standard input and write an answer to each, as lines of JSON.
 
-    A question is a cell to prepare, which is answered with checksums of its results, or "time", which is
-    answered with the time of the last cell. An error is the answer {"error": text}.
+    The file ``changes`` runs first. A question is a cell to prepare, which is answered with checksums of its
+    results, or "time", which is answered with the time of the last cell. An error is the answer
+    {"error": text}.
     """
     import torch
 
     call: Callable[[], Any] = lambda: None  # noqa: E731
     cell: dict[str, Any] = {}
     sys.stdout, answers = sys.stderr, sys.stdout
+    if changes:
+        runpy.run_path(changes)
     for line in sys.stdin:
         question = json.loads(line)
         try:
             if question == "time":
-                answer: Any = host_time(call) if cell["which"] == "host" else device_time(call)
+                answer: Any = host_time(call) if cell["which"] == "host" else device_time(call, warm)
             else:
                 cell = question
                 torch.cuda.empty_cache()
@@ -335,11 +346,14 @@ def work() -> None:
 
 
 class Tree:
-    """A checkout and its worker process."""
+    """A checkout, with changes or without, and its worker process."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, given: str, warm: bool) -> None:
+        folder, _, changes = given.partition(":")
+        self.name = given
         environment = {**os.environ, "PYTHONPATH": str(Path(folder).resolve())}
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+        changes = str(Path(changes).resolve()) if changes else ""
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", changes, *["--warm"] * warm]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd="/"
         )
@@ -362,34 +376,49 @@ def same(old: Any, new: Any) -> bool:
     )
 
 
-def measure(trees: list[Tree], cell: dict[str, Any]) -> dict[str, Any]:
-    """Return the cell with the times of both checkouts and their ratio, or with an error."""
-    for tree in trees:  # both checkouts compile in parallel
+def measure(trees: list[Tree], cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cell for each tree but the first, with its time, the first one's and their ratio.
+
+    A tree that fails, or whose results differ from those of the first, has an error instead.
+    """
+    for tree in trees:  # all compile in parallel
         tree.ask(cell)
-    first = [tree.answer() for tree in trees]
-    errors = [a["error"] for a in first if isinstance(a, dict)]
-    if errors or not same(*first):
-        return {**cell, "error": errors[0] if errors else f"results differ: {first}"}
-    times: list[list[float]] = [[], []]
+    expected, *others = [tree.answer() for tree in trees]
+    entries: list[dict[str, Any]] = [{**cell, "tree": tree.name} for tree in trees[1:]]
+    for entry, results in zip(entries, others, strict=True):
+        failed = [answer["error"] for answer in (expected, results) if isinstance(answer, dict)]
+        if failed:
+            entry["error"] = failed[0]
+        elif not same(expected, results):
+            entry["error"] = f"results differ: {expected}, {results}"
+        elif cell["which"] != "host":
+            entry["identical"] = expected == results
+    timed = [(entry, tree) for entry, tree in zip(entries, trees[1:], strict=True) if "error" not in entry]
+    if not timed:
+        return entries
+    contestants = [trees[0], *(tree for _, tree in timed)]
+    times: list[list[float]] = [[] for _ in contestants]
     of_turns = min if cell["which"] == "host" else statistics.median
-    old = new = math.nan
     for turn in range(MAX_TURNS):
-        if turn >= MIN_TURNS and abs(old / new - 1) <= SETTLED:
+        old, *rest = (of_turns(own) if own else math.nan for own in times)
+        if turn >= MIN_TURNS and all(abs(old / new - 1) <= SETTLED for new in rest):
             break
-        for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            trees[which].ask("time")
-            times[which].append(trees[which].answer())
-        old, new = (of_turns(t) for t in times)
-    found = {**cell, "old": old, "new": new, "ratio": old / new, "turns": len(times[0])}
-    if cell["which"] != "host":
-        found["identical"] = first[0] == first[1]
-    return found
+        numbers = range(len(contestants))
+        for number in numbers if turn % 2 == 0 else reversed(numbers):
+            contestants[number].ask("time")
+            times[number].append(contestants[number].answer())
+    old, *rest = (of_turns(own) for own in times)
+    for (entry, _), new in zip(timed, rest, strict=True):
+        entry.update(old=old, new=new, ratio=old / new, turns=len(times[0]))
+    return entries
 
 
 def summarise(found: list[dict[str, Any]]) -> None:
+    several = len({cell["tree"] for cell in found}) > 1
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in found:
-        groups.setdefault(f"{cell['set']} {cell['which']}", []).append(cell)
+        of_tree = f"{cell['tree']} " if several else ""
+        groups.setdefault(f"{of_tree}{cell['set']} {cell['which']}", []).append(cell)
     for name, cells in groups.items():
         timed = sorted((c for c in cells if "ratio" in c), key=lambda c: c["ratio"])
         for cell in cells:
@@ -408,34 +437,37 @@ def summarise(found: list[dict[str, Any]]) -> None:
 def main() -> None:
     makers = {
         "host": host_cells, "grid": grid_cells, "shapes": shape_cells, "little": little_cells,
-        "packed": packed_cells, "chunks": chunk_cells, "decode": decode_cells, "masks": mask_cells,
+        "packed": packed_cells, "packed-rest": packed_cells, "chunks": chunk_cells, "decode": decode_cells,
+        "masks": mask_cells,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trees", nargs="*", metavar="OLD NEW")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("trees", nargs="*", metavar="FOLDER[:FILE]")
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action="store_true", help="time calls with a warm L2 cache")
     parser.add_argument("--only", default=",".join(makers), help="sets of cells, by commas; all by default")
     parser.add_argument("--passes", default="forward,backward,host", help="passes of these sets, by commas")
     parser.add_argument("--names", default="", help="names of cells, by commas; all by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after this time")
     parser.add_argument("--out", type=Path, help="JSON file for all cells")
     arguments = parser.parse_args()
-    if arguments.worker:
-        return work()
-    if len(arguments.trees) != 2:
-        parser.error(f"expected two folders, OLD and NEW, got {len(arguments.trees)}")
-    sys.path.insert(0, str(Path(arguments.trees[1]).resolve()))
+    if arguments.worker is not None:
+        return work(arguments.worker, arguments.warm)
+    if len(arguments.trees) < 2:
+        parser.error(f"expected two folders or more, OLD and NEW, got {len(arguments.trees)}")
+    sys.path.insert(0, str(Path(arguments.trees[1].partition(":")[0]).resolve()))
     passes = arguments.passes.split(",")
-    cells = [c for name in arguments.only.split(",") for c in makers[name]() if c["which"] in passes]
+    cells = [c for name in arguments.only.split(",") for c in makers[name]() if c["set"] == name]
+    cells = [c for c in cells if c["which"] in passes]
     if arguments.names:
         cells = [c for c in cells if c["name"] in arguments.names.split(",")]
-    trees = [Tree(folder) for folder in arguments.trees]
+    trees = [Tree(given, arguments.warm) for given in arguments.trees]
     start = time.monotonic()
     found: list[dict[str, Any]] = []
     for cell in cells:
         if time.monotonic() - start > arguments.seconds:
-            print(f"out of time: {len(found)} of {len(cells)} cells")
+            print(f"out of time before {cell['set']} {cell['which']} {cell['name']}")
             break
-        found.append(measure(trees, cell))
+        found += measure(trees, cell)
         if arguments.out:
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     summarise(found)

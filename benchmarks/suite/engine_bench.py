@@ -57,11 +57,11 @@ SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
 """(sizes, vocabulary size, RoPE parameters) by name of the model."""
 
 
-def write_model(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path, weights: bool = False) -> Path:
     """Write a model's configuration to ``folder`` and return ``folder``.
 
-    Random weights and a byte-level tokenizer are written only for the small model. For the other models, each
-    engine makes random weights.
+    Random weights are written with ``weights``, and for the small model, which has a byte-level tokenizer,
+    too. For other models each engine makes random weights.
     """
     model, vocab_size, rope = SERVED[name]
     config = {
@@ -74,13 +74,17 @@ def write_model(name: str, folder: Path) -> Path:
         "max_position_embeddings": model.longest, "rope_parameters": rope,
         **(OF_QWEN if model is QWEN else {}),
     }  # fmt: skip
+    if weights:  # else the likeliest token would be the last one again, whatever came before it
+        config["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config))
-    if model is SMALL:
+    if model is SMALL or weights:
         from safetensors.torch import save_file
 
         found = read_config(folder)
-        weights = random_weights(found, torch.device("cpu"), torch.float32)
-        save_file({name: weights(name) for name in parameters(found)}, folder / "model.safetensors")
+        device = torch.device("cuda" if weights and torch.cuda.is_available() else "cpu")
+        drawn = random_weights(found, device, getattr(torch, str(config["dtype"])))
+        save_file({name: drawn(name) for name in parameters(found)}, folder / "model.safetensors")
+    if model is SMALL:
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
     return folder
 

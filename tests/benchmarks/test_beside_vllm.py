@@ -21,18 +21,23 @@ def answer(tokens, near=()):
 
 def test_a_whole_run(tmp_path):
     file = tmp_path / "found.json"
-    given = ["--model", SMALL_MODEL, "--contestants", "flashtile", "--workloads", "2x2x24", "--new", "3"]
+    both = "flashtile,flashtile+invariant"
+    given = ["--model", SMALL_MODEL, "--contestants", both, "--workloads", "2x2x24", "--new", "3"]
     command = [sys.executable, "-m", "benchmarks.beside_vllm", *given, "--seqs", "8", "--json", str(file)]
+    command += ["--rounds", "1", "--written"]
     written = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert written.returncode == 0, written.stderr
     assert "equal answers" in written.stdout
-    (found,) = json.loads(file.read_text())["results"].values()
-    assert len(found["rounds"]["2x2x24"]) == 2
-    assert found["first_round"]["2x2x24"] > 0
-    assert found["equal_answers"] == {"alone": 1.0, "shared": 1.0}
-    assert found["parted"] == {"alone": [], "shared": []}
-    assert {len(one["tokens"]) for one in found["greedy"]["shared"]} == {32}
-    assert "failed" not in found
+    results = json.loads(file.read_text())["results"]
+    assert results.keys() == {"flashtile", "flashtile+invariant"}
+    for found in results.values():
+        assert len(found["rounds"]["2x2x24"]) == 1
+        assert found["first_round"]["2x2x24"] > 0
+        assert found["equal_answers"] == {"alone": 1.0, "shared": 1.0}
+        assert found["blind_answers"] < 0.5
+        assert found["parted"] == {"alone": [], "shared": []}
+        assert {len(one["tokens"]) for one in found["greedy"]["shared"]} == {32}
+        assert "failed" not in found
 
 
 def test_what_is_measured_is_kept_when_a_run_is_cut_off(tmp_path, monkeypatch):
@@ -80,6 +85,8 @@ def test_answers_part_at_ties_or_not():
     assert results["two"]["parted"] == {"alone": [(1, 0.01), (0, None)]}
     assert results["flashtile"]["equal_answers"] == {"alone": 1.0}
     assert results["failed"]["parted"] == {}
+    beside_vllm.compare({"results": results, "written": True})
+    assert results["flashtile"]["equal_answers"] == {"alone": 0.0}  # all have the weights of "one"
 
 
 def test_answers_that_follow_from_the_last_token_are_noted():

@@ -80,6 +80,52 @@ def test_the_library_takes_the_calls_of_two_trees(monkeypatch, cell):
         assert two_trees.same(*[[[t.double().norm(), t.double().sum()] for t in results()]] * 2)
 
 
+class TimedTree:
+    """A tree of two_trees with given answers. All trees write into ``log`` which of them is timed."""
+
+    def __init__(self, name, results, time, log):
+        self.name, self.results, self.time, self.log = name, results, time, log
+
+    def ask(self, question):
+        self.question = question
+
+    def answer(self):
+        if self.question != "time":
+            return self.results
+        self.log.append(self.name)
+        return self.time
+
+
+def test_trees_are_timed_in_turns_against_the_first():
+    log, results = [], [[3.0, 1.0]]
+    trees = [
+        TimedTree("old", results, 2.0, log),
+        TimedTree("fast", results, 1.0, log),
+        TimedTree("other bits", [[3.0, 1.001]], 2.0, log),
+        TimedTree("wrong", [[4.0, 1.0]], 1.0, log),
+        TimedTree("broken", {"error": "ValueError: no"}, 1.0, log),
+    ]
+    cell = {"set": "grid", "name": "d64", "which": "forward"}
+    fast, other, wrong, broken = two_trees.measure(trees, cell)
+    assert (fast["ratio"], fast["identical"]) == (2.0, True)
+    assert (other["ratio"], other["identical"]) == (1.0, False)
+    assert wrong["error"].startswith("results differ")
+    assert broken["error"] == "ValueError: no"
+    assert log[:6] == ["old", "fast", "other bits", "other bits", "fast", "old"]
+    assert len(log) == 3 * two_trees.MAX_TURNS  # more turns, as one ratio is not near 1
+
+
+def test_a_tree_runs_its_changes_first(tmp_path, monkeypatch, capsys):
+    changes = tmp_path / "changes.py"
+    changes.write_text("from benchmarks import two_trees\ntwo_trees.host_call = two_trees.changed\n")
+    monkeypatch.setattr(two_trees, "changed", lambda name: lambda: print("called", name), raising=False)
+    monkeypatch.setattr(two_trees, "host_call", two_trees.host_call)
+    monkeypatch.setattr("sys.stdin", [json.dumps({"set": "host", "name": "forward", "which": "host"})])
+    monkeypatch.setattr("sys.stderr", sys.stdout)
+    two_trees.work(str(changes), warm=False)
+    assert capsys.readouterr().out == "called forward\n[]\n"
+
+
 def test_shared_prompts_have_the_states_of_separate_rows(tmp_path):
     pytest.importorskip("transformers")
     run = script_runner.runner(script_runner.load("benchmarks/shared_prompts.py"))

@@ -8,7 +8,8 @@ Of the layers, every sixth is global: heads of 512, causal. The others are local
 the tokens of a picture see each other. Documents are packed into one sequence, and no document sees another.
 
 The first step is also computed by each process alone, to compare losses and gradients, unless
-``--no-comparison`` is given. What makes the training context parallel is marked with (1) to (4).
+``--no-comparison`` is given. The last lines have the median time of a step, its tokens per second and, on
+GPUs, the memory of a process. What makes the training context parallel is marked with (1) to (4).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import time
 from collections.abc import Callable
 from random import Random
+from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -201,6 +203,19 @@ def compare(model: Model, packed: Packed, window: int, group: Any = None) -> tup
     return abs(found - loss.item()), apart / largest
 
 
+def timed_step(
+    model: Model, optimizer: torch.optim.Optimizer, packed: Packed, window: int
+) -> tuple[float, float]:
+    """Update the weights, and return (loss, seconds): with the masks, both passes and the optimizer."""
+    start = time.perf_counter()
+    loss = step(model, packed, window)
+    optimizer.step()
+    optimizer.zero_grad()
+    if packed.tokens.is_cuda:
+        torch.cuda.synchronize()
+    return loss, time.perf_counter() - start
+
+
 def main(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the whole sequence.")] = 768,
     longest: Annotated[int, typer.Option(min=1, help="Most tokens of a document.")] = 400,
@@ -236,12 +251,16 @@ def main(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        times = []
         for n in range(steps):
-            start = time.perf_counter()
-            loss = step(model, packed, window)
-            optimizer.step()
-            optimizer.zero_grad()
-            say(f"step {n}: loss {loss:.4f}, {tokens / (time.perf_counter() - start):.0f} tokens/s")
+            loss, seconds = timed_step(model, optimizer, packed, window)
+            times.append(seconds)
+            say(f"step {n}: loss {loss:.4f}, {1e3 * seconds:.1f} ms, {tokens / seconds:.0f} tokens/s")
+        usual = median(times[1:] or times)  # the first step compiles kernels
+        say(
+            f"processes: {dist.get_world_size()}; median of {len(times[1:] or times)} steps: "
+            f"{1e3 * usual:.1f} ms, {tokens / usual:.0f} tokens/s"
+        )
         if on_gpu:
             say(f"peak memory of a process {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -15,6 +18,12 @@ OPTIONS = {
     "window": {"window_size": (5, 2)},
     "softcap": {"softcap": 3.0, "softmax_scale": 0.3},
 }
+
+
+def needs_compiler(device="cpu"):
+    """Skip a test of inductor, which compiles C++ for the CPU, where no compiler is installed."""
+    if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        pytest.skip("inductor needs a C++ compiler on the CPU")
 
 
 def dense(

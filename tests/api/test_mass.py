@@ -13,6 +13,7 @@ from decode_cases import CASES, build, check_mass_of_nan
 from flashtile.op.registry import flat
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.testing import decode as testing
+from small_calls import needs_compiler
 from walk import walk
 
 pytestmark = [pytest.mark.numerical, pytest.mark.quick]
@@ -107,6 +108,28 @@ def test_compiled_calls_add_the_same(name):
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(masses[1])
     assert torch.equal(got, expected)
     assert torch.equal(*masses)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_inductor_adds_in_place():
+    """The caller's numbers are read and written in a graph that inductor compiles."""
+    needs_compiler()
+    torch._dynamo.reset()
+    tensors, arguments = build(BY_NAME["paged"], FP32, "cpu")
+
+    def step(q, mass):
+        mass.mul_(0.5)  # older steps count less
+        out = flashtile.flash_attn_with_kvcache(q.sin(), *tensors[1:], mass=mass, **arguments)
+        return out.relu(), mass.sum()
+
+    masses = numbers(tensors[1]), numbers(tensors[1])
+    expected = step(tensors[0], masses[0])
+    with torch._inductor.config.patch(compile_threads=1):  # a pool of processes would import torch each
+        got = torch.compile(step, fullgraph=True)(tensors[0], masses[1])
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*masses)
     torch._dynamo.reset()
 
 

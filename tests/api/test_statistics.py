@@ -11,9 +11,10 @@ from torch import Tensor
 
 import flashtile
 from cases import CASES, Case
-from flashtile import testing
+from flashtile import masks, testing
 from flashtile.masks import alibi
 from flashtile.rounding import SCORE_UNITS
+from small_calls import needs_compiler
 from targets import Target
 
 FP64 = torch.float64
@@ -33,6 +34,34 @@ def test_by_the_error_rule(target: Target, name: str) -> None:
     if not target.takes(case):
         pytest.skip("the backend does not take the case")
     case.inputs(target.device).check(backend=target.backend, **BOTH)
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("modified", [False, True])
+def test_of_a_block_mask(target: Target, modified: bool) -> None:
+    """Blocks are full, partial and empty, and the first rows see no key."""
+    lengths = 40, 70
+    case = Case(seqlen_q=40, seqlen_k=70, heads_q=2, heads_kv=1, head_dim=16)
+    seen = masks.causal(-3) & masks.mask_mod(lambda b, h, q, kv: kv % 5 != h)
+    blocks = masks.create_block_mask(seen, None, case.heads_q, *lengths, target.device, (16, 16))
+    slopes = torch.tensor([0.5, 0.25], device=target.device)
+    given = {"block_mask": blocks} | ({"score_mod": alibi(slopes)} if modified else {})
+    inputs = case.inputs(target.device)
+    testing.check(*inputs.qkv, dout=inputs.dout, dlse=inputs.dlse, backend=target.backend, **given, **BOTH)
+
+
+def test_of_a_block_mask_by_their_definitions() -> None:
+    q, k, v = (torch.randn(2, n, 2, 8, dtype=FP64) for n in (40, 70, 70))
+    seen = masks.causal(-3) & masks.mask_mod(lambda b, h, q, kv: kv % 5 != h)
+    blocks = masks.create_block_mask(seen, None, 2, 40, 70, BLOCK_SIZE=16)
+    _, largest, entropy = flashtile.attention(q, k, v, block_mask=blocks, **BOTH)
+    places = (torch.arange(n).view(shape) for n, shape in ((2, (2, 1, 1)), (40, (40, 1)), (70, (70,))))
+    head, rows, keys = places
+    hidden = ~((keys <= rows - 3) & (keys % 5 != head))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).div(math.sqrt(8)).masked_fill(hidden, -math.inf)
+    weights = scores.softmax(-1).nan_to_num()  # NaN in rows without a key
+    torch.testing.assert_close(largest, scores.amax((-2, -1)))
+    torch.testing.assert_close(entropy, torch.special.entr(weights).sum(-1))
 
 
 def test_each_alone_is_as_both() -> None:
@@ -139,6 +168,25 @@ def test_transforms_and_compilation() -> None:
     direction = torch.randn_like(tensors[0])
     _, tangent = torch.func.jvp(loss, (tensors[0],), (direction,))
     torch.testing.assert_close(tangent, (leaf.grad * direction).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_compiled_by_inductor() -> None:
+    needs_compiler()
+    q, k, v = (t.detach() for t in leaves())
+
+    def call(q: Tensor) -> tuple[Tensor, ...]:
+        out, largest, entropy = flashtile.attention(2 * q, k.sin(), v, causal=True, **BOTH)
+        return out.relu(), largest + 1, entropy.square()
+
+    leaf = q.clone().requires_grad_()
+    expected = call(leaf)
+    with torch._inductor.config.patch(compile_threads=1):  # a pool of processes would import torch each
+        found = torch.compile(call, fullgraph=True)(leaf)
+        (gradient,) = torch.autograd.grad(found[0].sum() + found[2].nansum(), leaf)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, *torch.autograd.grad(expected[0].sum() + expected[2].nansum(), leaf))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -292,6 +292,19 @@ def test_losses_with_a_detached_tangent_store_no_scores(monkeypatch):
     assert standard.calls == 0
 
 
+def test_a_loss_with_a_detached_tangent_costs_one_ordinary_backward_pass():
+    """Out and its tangent are one operator, and the gradient is that of a plain call."""
+    tensors = dense(dtype=torch.float64)
+    leaves = tuple(t.detach().requires_grad_() for t in tensors)
+    attention = partial(flashtile.attention, causal=True)
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as seen:
+        loss = detached_target(attention, leaves, tuple(t.cos() for t in tensors))
+        torch.autograd.grad(loss, leaves)
+    called = [event.name for event in seen.events() if event.name.startswith("flashtile::")]
+    assert called == ["flashtile::tangents", "flashtile::backward"]
+
+
 def test_tangents_need_memory_that_grows_with_the_tokens():
     """Standard attention would take 9 tensors of 32 MiB."""
     q = torch.randn(1, 2048, 2, 8)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import warnings
 from functools import partial
 from itertools import zip_longest
@@ -21,7 +19,7 @@ from flashtile.operators.gradients import forward
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.problems.masking import CAUSAL, Masking
 from flashtile.reference import attention as reference
-from small_calls import DEVICES, OPTIONS, assert_same, dense, results, slopes, varlen
+from small_calls import DEVICES, OPTIONS, assert_same, dense, needs_compiler, results, slopes, varlen
 
 
 @pytest.fixture(autouse=True)
@@ -181,8 +179,7 @@ def test_compile_fullgraph(name, device):
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 def test_compile_inductor(device):
-    if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        pytest.skip("inductor needs a C++ compiler on the CPU")
+    needs_compiler(device)
     tensors = dense(device, grad=True)
 
     def block(attention, q, k, v):

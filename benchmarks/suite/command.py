@@ -44,6 +44,8 @@ from flashtile.tools.commands.options import (
 
 Names = list[str]
 
+FLOPS_ON_CPU = 1e11
+"""Calls with more floating-point operations are for a GPU: on a CPU their reference takes minutes."""
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
 
@@ -189,6 +191,13 @@ def bench(
             raise ValueError("--operations takes attention workloads with pass forward")
         entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
 
+    largest = max(chosen, key=lambda workload: workload.flops())
+    if chosen_device.type == "cpu" and largest.flops() > FLOPS_ON_CPU:
+        typer.echo(
+            f"{largest.name} has {largest.flops() / 1e9:.0f} GFLOP and takes minutes on a CPU: "
+            "workloads for it have names that begin with cpu or ci-, such as ci-packed and ci-mixed",
+            err=True,
+        )
     document: dict[str, Any] = {}
     with progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
         cells = len(chosen) * len(settings.passes)

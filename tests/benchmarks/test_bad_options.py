@@ -81,6 +81,18 @@ def test_a_file_that_cannot_be_written(run, monkeypatch):
     assert "permission denied" in error
 
 
+@pytest.mark.parametrize(("workload", "warned"), [("packed-long", True), ("ci-packed", False)])
+def test_workloads_for_a_gpu_are_named_on_a_cpu(monkeypatch, capsys, workload, warned):
+    def measure(*_, after_cell, **__):
+        after_cell({"contestants": [], "cells": []})
+
+    monkeypatch.setattr(runner, "run", measure)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--device", "cpu", "-w", workload])
+    with pytest.raises(SystemExit):
+        main()
+    assert ("GFLOP and takes minutes on a CPU" in capsys.readouterr().err) == warned
+
+
 @pytest.mark.thorough
 def test_a_reader_that_stops_reading_is_no_error():
     """As ``python -m benchmarks --list | head -1``."""

@@ -31,7 +31,6 @@ from unittest import mock
 import torch
 
 from benchmarks.suite.documents import source_commit
-from flashtile.backends.common.launch import CachedLaunch
 from flashtile.engine import LLM, runner
 from flashtile.engine.groups import PrefixGroups
 from flashtile.engine.request import Request
@@ -79,6 +78,8 @@ def builder_rows() -> Iterator[dict[str, Any]]:
     A step is not known if no step before had as many sequences. Its launches are then made anew, of kernels
     that are compiled.
     """
+    from flashtile.backends.common.launch import CachedLaunch  # imports triton
+
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
     stand_in = importlib.import_module("vllm_stand_in")
     for groups in "01":

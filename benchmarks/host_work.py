@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_work --out benchmarks/results/DATE-cpu-host-work.json
 
-Kernels are not launched: the plug-in's launch is replaced by an empty function, and the engine's scheduler
-has no device. So the times are those of everything before a launch. Each is the least of many batches,
-because other processes only add to it. Garbage is not collected meanwhile.
+Kernels are not launched. The plug-in's launches are replaced by empty functions, and vLLM by the tests'
+modules with its interface. The scheduler has no device, and where the whole engine is measured, its model and
+its choice of tokens are functions that return zeros. So the times are those of everything but launches. Each
+is the least of many batches, because other processes only add to it. Garbage is not collected meanwhile.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib
+import itertools
 import json
+import os
+import sys
+import tempfile
 import time
 import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.suite.documents import source_commit
+from flashtile.engine import LLM, runner
 from flashtile.engine.groups import PrefixGroups
 from flashtile.engine.request import Request
 from flashtile.engine.sampling_params import SamplingParams
@@ -30,6 +40,7 @@ from flashtile.hardware import machine
 from flashtile.integrations import paged_groups
 from flashtile.integrations.paged import Step
 from flashtile.kv_cache import BlockManager
+from flashtile.tools.demo.llama import Llama, save_llama, sized
 
 SEQUENCES, BLOCK_SIZE, PROMPT = 256, 16, 1024
 BATCHES = 60
@@ -55,6 +66,62 @@ def plugin_rows() -> Iterator[dict[str, Any]]:
         "what": "plug-in: groups of a known step, launch stubbed",
         "us": least(lambda: shared.find(step), 200),
     }
+
+
+def launch_nothing(*given: Any) -> None:
+    """Take the place of a launch. A mock would take longer than what is measured."""
+
+
+def builder_rows() -> Iterator[dict[str, Any]]:
+    """Time the whole metadata of a step of single tokens, as vLLM asks for it, without groups and with them.
+
+    A step is not known if no step before had as many sequences. Its launches are then made anew, of kernels
+    that are compiled.
+    """
+    from flashtile.backends.common.launch import CachedLaunch  # imports triton
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
+    stand_in = importlib.import_module("vllm_stand_in")
+    for groups in "01":
+        with (
+            mock.patch.dict(os.environ, FLASHTILE_CASCADE_ATTENTION=groups),
+            mock.patch.object(CachedLaunch, "__call__", launch_nothing),
+            stand_in.plugin(stand_in.modules_of(list(stand_in.RECORD)[-1])) as backend,
+        ):
+            layers = {"layer": SimpleNamespace(impl=backend.Impl(32, 128, 128**-0.5, 8))}
+            config = SimpleNamespace(
+                scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=SEQUENCES),
+                compilation_config=SimpleNamespace(static_forward_context=layers), speculative_config=None,
+            )  # fmt: skip
+            spec = SimpleNamespace(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128)
+            builder = backend.Builder(spec, list(layers), config, torch.device("cpu"))
+            starts, lengths = torch.arange(SEQUENCES + 1).int(), torch.full((SEQUENCES,), PROMPT).int()
+            table = torch.ones((SEQUENCES, 2 * PROMPT // BLOCK_SIZE), dtype=torch.int32)
+            common = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata(
+                query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths,
+                seq_lens_cpu_upper_bound=lengths, num_reqs=SEQUENCES, num_actual_tokens=SEQUENCES,
+                max_query_len=1, max_seq_len=PROMPT, block_table_tensor=table,
+                slot_mapping=torch.arange(SEQUENCES), causal=True,
+            )  # fmt: skip
+            build = partial(builder.build, 0, common)
+            assert (build().groups is None) == (groups == "0")
+            if groups == "0":
+                yield {"what": "plug-in: metadata of a step without groups", "us": least(build, 200)}
+                continue
+            yield {
+                "what": "plug-in: metadata of a known step with groups, launches stubbed",
+                "us": least(build, 200),
+            }
+            known = builder._shared._launches
+
+            def build_anew(build: Callable[[], Any] = build, known: Any = known) -> None:
+                known.clear()
+                build()
+
+            yield {
+                "what": "plug-in: metadata of a step that is not known with groups, launches stubbed",
+                "us": least(build_anew, 100),
+            }
 
 
 def world() -> Scheduler:
@@ -117,7 +184,10 @@ def engine_rows() -> Iterator[dict[str, Any]]:
 
 
 def fork_rows() -> Iterator[dict[str, Any]]:
-    """Time the step that completes a prompt and forks its answers. A fork is the difference to one answer."""
+    """Time the plan of a step that completes a prompt and forks its answers.
+
+    A fork is the difference to one answer.
+    """
     times = {}
     for answers in (1, 8, 64, 256):
         of_steps = []
@@ -131,10 +201,71 @@ def fork_rows() -> Iterator[dict[str, Any]]:
         times[answers] = min(of_steps)
         forks = answers - 1
         row = {
-            "what": f"engine: the step of a prompt of {PROMPT} tokens with {answers} answers",
+            "what": f"engine: the step of a prompt of {PROMPT} tokens with {answers} answers is scheduled",
             "us": round(times[answers], 2),
         }
         yield row | ({"us a fork": round((times[answers] - times[1]) / forks, 2)} if forks else {})
+
+
+class StubbedEngine:
+    """An engine whose model and draws return zeros, and the times at which its steps reach the model.
+
+    It launches each step before it reads the results of the one before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = LLM(
+            folder, device="cpu", block_size=BLOCK_SIZE, max_num_seqs=SEQUENCES, warmup=False,
+            num_gpu_blocks_override=8 * SEQUENCES, async_scheduling=True, skip_tokenizer_init=True,
+        ).engine  # fmt: skip
+        self.times = list[float]()
+        self.num_requests = 0
+        run: Any = self.engine.runner
+        hidden, logits = torch.zeros(PROMPT, 64), torch.zeros(SEQUENCES, 256)
+
+        def compute(views: Any, form: Any) -> torch.Tensor:
+            self.times.append(time.perf_counter())
+            return hidden[: form.tokens]
+
+        run._compute, run.model.logits = compute, lambda rows: logits[: len(rows)]
+
+    def microseconds(self, answers: int) -> list[float]:
+        """Return the time until a prompt's step reaches the model, and the times between the next steps."""
+        self.num_requests += 1
+        name, params = str(self.num_requests), SamplingParams(n=answers, max_tokens=PROMPT, ignore_eos=True)
+        self.engine.add_request(name, [self.num_requests % 256] * PROMPT, params)
+        self.times = [time.perf_counter()]
+        for _ in range(5):
+            self.engine.step()
+        self.engine.abort(name)
+        return [(after - before) * 1e6 for before, after in itertools.pairwise(self.times)]
+
+
+def launch_rows() -> Iterator[dict[str, Any]]:
+    """Time the engine's host work between launches, for a prompt with one answer or many.
+
+    The first launch is that of the prompt's step, the second that of the answers' first own step. A later
+    step has the same sequences, so it costs nothing for forks. A fork is the difference to one answer.
+    """
+    tokens, best = torch.zeros(SEQUENCES, dtype=torch.int64), torch.zeros(SEQUENCES)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(runner, "choose", lambda rows, *given: (tokens[: len(rows)], best[: len(rows)])),
+    ):
+        model = Llama(sized(layers=2, heads=4, embed=64))
+        save_llama(model, Path(folder), max_position_embeddings=2 * PROMPT)
+        stubbed, alone = StubbedEngine(Path(folder)), dict[str, float]()
+        for answers in (1, 8, 64, 256):
+            runs = [stubbed.microseconds(answers) for _ in range(BATCHES)]
+            prompt, first, *later = map(min, zip(*runs, strict=True))
+            for what, found in (
+                ("until the launch of a prompt's step", prompt),
+                ("from there until the launch of the answers' first own step", first),
+                ("between the launches of later steps", min(later)),
+            ):
+                row = {"what": f"engine: {what}, {answers} answers", "us": round(found, 2)}
+                fork = (found - alone.setdefault(what, found)) / max(1, answers - 1)
+                yield row | ({"us a fork": round(fork, 2)} if answers > 1 else {})
 
 
 def main() -> None:
@@ -145,7 +276,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()
-    rows = [*plugin_rows(), *engine_rows(), *fork_rows()]
+    rows = [*plugin_rows(), *builder_rows(), *engine_rows(), *fork_rows(), *launch_rows()]
     for row in rows:
         print(row)
     head = {

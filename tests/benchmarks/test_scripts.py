@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import flashtile
 import script_runner
-from benchmarks import host_backward, parallel, two_trees
+from benchmarks import host_backward, host_work, parallel, two_trees
 from walk import walk
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,17 @@ def test_what_it_names_of_the_package_is_there(script):
         first, *rest = name.split(".")
         if first == "flashtile":
             functools.reduce(getattr, rest, flashtile)
+
+
+def test_the_hosts_work_is_measured_without_launches(monkeypatch):
+    """Metadata of vLLM's plug-in by its stand-ins, and an engine whose model and draws are stubbed."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(host_work, "BATCHES", 1)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rows = [*host_work.builder_rows(), *host_work.launch_rows()]
+    assert len(rows) == 3 + 4 * 3
+    assert all(row["us"] > 0 for row in rows)
+    assert sum("us a fork" in row for row in rows) == 3 * 3
 
 
 SMALL = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -44,6 +46,22 @@ PLAIN = ("llama3", "gemma2", "olmo2", "gpt_oss")
 """Biases, windows, caps, GELU, norms of all heads, sinks, experts."""
 
 
+def requests_of(name: str, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Random prompts, some with a common beginning, and their parameters."""
+    draw = random.Random(name)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range((40, 17, 40, 1, 9)[i % 5])] for i in range(count)]
+    for prompt in prompts[1::2]:
+        prompt[:16] = prompts[0][: min(16, len(prompt))]
+    return prompts, [
+        SamplingParams(
+            n=(2, 1)[i % 2], temperature=(0.7, 0)[i % 3 == 1], top_p=(1, 0.9)[i % 2],
+            repetition_penalty=(1, 1.2)[i % 3 == 2], max_tokens=(24, 7)[i % 2], seed=i, logprobs=-1,
+            ignore_eos=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
 class Requests:
     """Random requests, some with a common beginning, and their answers in several engines.
 
@@ -52,21 +70,8 @@ class Requests:
     """
 
     def __init__(self, name: str, count: int, **options: Any):
-        draw = random.Random(name)
-        self.name, self.options, self.draw = name, {"batch_invariant": True, **options}, draw
-        self.prompts = [
-            [draw.randrange(VOCABULARY) for _ in range((40, 17, 40, 1, 9)[i % 5])] for i in range(count)
-        ]
-        for prompt in self.prompts[1::2]:
-            prompt[:16] = self.prompts[0][: min(16, len(prompt))]
-        self.params = [
-            SamplingParams(
-                n=(2, 1)[i % 2], temperature=(0.7, 0)[i % 3 == 1], top_p=(1, 0.9)[i % 2],
-                repetition_penalty=(1, 1.2)[i % 3 == 2], max_tokens=(24, 7)[i % 2], seed=i, logprobs=-1,
-                ignore_eos=True,
-            )
-            for i in range(count)
-        ]  # fmt: skip
+        self.name, self.options, self.draw = name, {"batch_invariant": True, **options}, random.Random(name)
+        self.prompts, self.params = requests_of(name, count)
         self.expected = self.answers(load(name, **ALONE, **self.options))
         self.compared = self.differing = 0
 
@@ -80,13 +85,7 @@ class Requests:
         """Compare the answers of an engine, and the scores of the expected tokens, with the expected ones."""
         llm = load(self.name, **settings, **self.options)
         llm.generate(self.prompts[0], SamplingParams(max_tokens=1))  # its blocks are found by later prompts
-        for found, expected in zip(self.answers(llm), self.expected, strict=True):
-            for one, other in zip(found.outputs, expected.outputs, strict=True):
-                # Both have the same tokens up to the first log-probability that may differ.
-                for position, wanted in enumerate(other.logprobs):
-                    self._count(vocabulary(one.logprobs[position]), vocabulary(wanted))
-                    if one.token_ids[position] != other.token_ids[position]:
-                        break
+        self.compare_answers(self.answers(llm))
         whole = [(one.prompt_token_ids, answer) for one in self.expected for answer in one.outputs]
         scores = llm.score([[*prompt, *answer.token_ids] for prompt, answer in whole])
         for (prompt, answer), found in zip(whole, scores, strict=True):
@@ -95,6 +94,16 @@ class Requests:
             ]
             self._count(found[len(prompt) - 1 :], chosen)
         return llm
+
+    def compare_answers(self, answers: list[RequestOutput]) -> None:
+        """Compare answers with the expected ones."""
+        for found, expected in zip(answers, self.expected, strict=True):
+            for one, other in zip(found.outputs, expected.outputs, strict=True):
+                # Both have the same tokens up to the first log-probability that may differ.
+                for position, wanted in enumerate(other.logprobs):
+                    self._count(vocabulary(one.logprobs[position]), vocabulary(wanted))
+                    if one.token_ids[position] != other.token_ids[position]:
+                        break
 
     def _count(self, found: list[float], expected: list[float]) -> None:
         one, other = (struct.pack(f"{len(numbers)}f", *numbers) for numbers in (found, expected))
@@ -128,13 +137,41 @@ def test_bits_do_not_depend_on_the_batch(name):
     assert requests.differing == 0
 
 
+def answers_of_a_process(name: str, count: int, threads: int, where: str) -> list[Any]:
+    """Return the answers of two engines, one with sequences by themselves and one with a busy batch."""
+    torch.set_num_threads(threads)
+    given = {"device": "cpu", "skip_tokenizer_init": True, "warmup": False, "batch_invariant": True}
+    prompts, params = requests_of(name, count)
+    engines = [{**ALONE, "num_gpu_blocks_override": 64}, ENGINES[0]]
+    return [LLM(where, **settings, **given).generate(prompts, params) for settings in engines]
+
+
+def test_bits_are_those_of_another_process():
+    """Engines that start again, in a process of their own, give the same bits."""
+    requests = Requests("llama3", 4)
+    given = "llama3", 4, torch.get_num_threads(), str(folder("llama3"))
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        restarted = process.submit(answers_of_a_process, *given).result()
+    for answers in restarted:
+        requests.compare_answers(answers)
+    assert requests.compared > 20_000
+    assert requests.differing == 0
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_bits_of_many_requests_do_not_depend_on_the_batch(name):
-    requests = compared(name, 8, [*ENGINES, drafted(name)])
-    assert requests.compared > 100_000  # in 13 families more than 10^6
-    assert requests.differing == 0
+def test_none_of_a_million_log_probabilities_depends_on_the_batch(subtests):
+    """All families, each with preemption, swapping, found prefixes, and guesses by two methods."""
+    pytest.importorskip("transformers")
+    total = differing = 0
+    for name in MODELS:
+        with subtests.test(name):
+            requests = compared(name, 8, [*ENGINES, drafted(name)])
+            total, differing = total + requests.compared, differing + requests.differing
+            assert requests.compared > 100_000
+            assert requests.differing == 0
+    assert total > 10**6
+    assert differing == 0
 
 
 @pytest.mark.gpu

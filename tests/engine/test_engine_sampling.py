@@ -207,6 +207,57 @@ def test_greedy_and_drawn_rows_in_one_batch():
     assert [mixed[1], mixed[3], mixed[4]] == [answers(load("llama3"), drawn)[i][0] for i in (1, 3, 4)]
 
 
+FORKS = ["fork"] * 3
+ORDERS = {
+    "overlapped": ({"async_scheduling": True}, {}, [*FORKS, "launch 3", "read 2", "launch 4", "read 3"]),
+    "one after the other": ({}, {}, [*FORKS, "launch 3", "read 3", "launch 4", "read 4"]),
+    "a logits processor": (
+        {"async_scheduling": True},
+        {"logits_processors": [lambda tokens, logits: logits]},
+        ["read 2", *FORKS, "launch 3", "read 3", "launch 4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_forks_are_made_before_the_results_of_the_running_step_are_read(case, monkeypatch):
+    """Answers are forked between two launches, while the device computes the first of them.
+
+    The forks' own first step is launched before the results of their prompt are read. Where a request needs
+    its tokens on the host, the device has nothing to do meanwhile.
+    """
+    options, parameters, expected = ORDERS[case]
+    engine, events, steps = load("llama3", **options).engine, [], {}
+    manager, launch, wait = engine.scheduler.manager, engine.runner.launch, runner_module.InFlight.wait
+    fork = manager.fork
+
+    def forked(*given):
+        events.append("fork")
+        return fork(*given)
+
+    def launched(schedule):
+        in_flight = launch(schedule)
+        steps[id(in_flight)] = len(steps) + 1, in_flight
+        events.append(f"launch {len(steps)}")
+        return in_flight
+
+    def read(in_flight):
+        events.append(f"read {steps[id(in_flight)][0]}")
+        return wait(in_flight)
+
+    monkeypatch.setattr(manager, "fork", forked)
+    monkeypatch.setattr(engine.runner, "launch", launched)
+    monkeypatch.setattr(runner_module.InFlight, "wait", read)
+    engine.add_request("one", [3, 1, 4], SamplingParams(max_tokens=9, ignore_eos=True, **parameters))
+    for _ in range(2):
+        engine.step()
+    events.clear()
+    engine.add_request("four", [1, 5, 9, 2], SamplingParams(n=4, max_tokens=9, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    assert events == expected
+
+
 def test_end_tokens_and_how_they_are_told():
     reference = greedy("llama3", LENGTH)[0]
     end = next(token for i, token in enumerate(reference) if i >= 4 and token not in reference[:i])

@@ -137,7 +137,7 @@ def test_parallel_answers_are_forked_when_the_prompt_is_done_and_copy_on_write()
 
 
 def test_a_fork_calls_few_functions():
-    """The step that completes a prompt forks its answers, for which the device waits."""
+    """A prompt's last step is launched after its answers are forked, so the device may wait for them."""
 
     def functions(answers: int, prompt: int) -> int:
         world = World(blocks=64, seqs=32, budget=64)

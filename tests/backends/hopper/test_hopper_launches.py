@@ -355,7 +355,7 @@ def test_serving_steps_have_the_same_kernels_in_groups_of_every_size(
             plan = decode_launch.plan_of(problem, config, *tensors[1:])
             return names, decode_launch.decode_variant(problem, config, plan)
         variant = hopper_decode_variant(problem, config)
-        # TMA loads rows of a power of two of heads. Others are copied, by the same kernel.
+        # A TMA load has a power of two of rows. Where a group does not divide them, threads copy queries.
         copied = group & (group - 1) > 0
         assert (group, 1, copied) == (variant.PACK, variant.KV_GROUP, variant.COPIES_Q)
         return names, replace(variant, PACK=1, COPIES_Q=False)

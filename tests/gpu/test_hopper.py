@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
 import flashtile
 from cases import BF16, CASES, FP16, Case
+from flashtile.backends.hopper.forward.rounds import plan_of
 from targets import CUDA, Target, hopper_serves
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
@@ -112,6 +115,29 @@ def test_a_thousand_runs_give_the_same_bits() -> None:
 def test_groups_in_one_tile(heads_q: int, seqlen_q: int) -> None:
     """Few queries for each head: query heads of a key head share a tile."""
     call = replace(LLAMA, name="packed", heads_q=heads_q, heads_kv=1, seqlen_q=seqlen_q, batch=2, causal=True)
+    call.inputs("cuda").check(backend="hopper", gradients=False)
+    everything = replace(call, softcap=8.0, alibi="batch", sink="float32", window_size=(300, 0))
+    everything.inputs("cuda").check(backend="hopper", gradients=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("longest", "heads_q", "sharing"),
+    [
+        (40, 3, 3), (40, 6, 6), (40, 7, 7), (40, 12, 4),
+        (128, 3, 3), (128, 6, 2), (128, 7, 7), (128, 12, 4),
+        (1000, 3, 1), (1000, 6, 2), (1000, 7, 1), (1000, 12, 4),
+    ],
+)  # fmt: skip
+def test_groups_of_packed_documents_in_one_tile(
+    longest: int, heads_q: int, sharing: int, head_dim: int
+) -> None:
+    """Of a group that is no power of two, all heads share tiles, with unused rows, or a power of two."""
+    lengths = ((longest, longest), (1, 1), (0, 5), (longest // 2 + 3, longest), (30, 7), (23, 23))
+    call = replace(LLAMA, name="documents", heads_q=heads_q, heads_kv=1, head_dim=head_dim, causal=True)
+    call = replace(call, lengths=lengths)
+    forward = explain(call)["forward"]
+    assert plan_of(forward.problem, forward.config).pack == sharing
     call.inputs("cuda").check(backend="hopper", gradients=False)
     everything = replace(call, softcap=8.0, alibi="batch", sink="float32", window_size=(300, 0))
     everything.inputs("cuda").check(backend="hopper", gradients=False)

@@ -104,6 +104,8 @@ FORWARD: Variants = {
         "unused_tail": 50,
     },
     "tiny-three-parts": {"lengths": TINY, "window_size": (9, 2), "heads_q": 6, "heads_kv": 2, "head_dim": 80},
+    "tiny-six-heads": {"lengths": TINY, "causal": True, "heads_q": 6},
+    "tiny-part-of-twelve-heads": {"lengths": TINY, "causal": True, "heads_q": 12, "head_dim": 128},
     "tiny-widest": {"lengths": TINY, "causal": True, "heads_q": 6, "heads_kv": 2, "head_dim": 320},
     "one-token": {"lengths": ((1, 9),), "heads_q": 14, "heads_kv": 2, "softcap": 3.0},
     "groups-of-documents": {

@@ -257,47 +257,116 @@ GROUPS = (2, 4, 8, 3, 5, 6, 7, 12, 14)
 """Query heads of a key head: powers of two, then those of Qwen2.5, Phi and GLM."""
 
 
-@walk("operation", ("forward", "backward", "decode"))
-def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(operation: str) -> None:
-    """Packed training batches, and one token each: the kernels and variants are those of four heads."""
+POWERS = {group: (group & -group, group & -group) for group in GROUPS}
+CARD = Target("H200", (9, 0), 132)
 
-    def kernel(group: int) -> tuple:
-        heads, (offsets, lengths) = 4 * group, torch.empty(2, 17, dtype=torch.int32, device="meta")
-        q = torch.empty(8192, heads, 128, dtype=torch.bfloat16, device="meta")
-        k = q[:, :4]
-        attend = partial(
-            flashtile.explain, flashtile.flash_attn_varlen_func, q, k, k, cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets, max_seqlen_q=1024, max_seqlen_k=1024, causal=True,
-        )  # fmt: skip
-        if operation == "decode":
-            cache = torch.empty(4096, 16, 4, 128, dtype=torch.bfloat16, device="meta")
-            table = torch.empty(16, 256, dtype=torch.int32, device="meta")
-            attend = partial(
-                flashtile.explain, flashtile.flash_attn_with_kvcache, q[:16, None], cache, cache,
-                cache_seqlens=lengths[:16], block_table=table,
-            )  # fmt: skip
-        choice = attend(card=CARDS["h200"])[operation]
-        problem, config = choice.problem, choice.config
+
+def names_of(launch: Any, *tensors: Any) -> list[str]:
+    """Return the names of the kernels that a launch runs on an H200."""
+    return [one.kernel.fn.__name__ for one, _ in launches_of(CARD, partial(launch, *tensors))]
+
+
+@walk(
+    ("operation", "head_dim", "longest", "kernels"),
+    [
+        ("forward", 64, 1024, ["tile_table_kernel", "forward_kernel"]),
+        ("forward", 64, 4096, ["tile_table_kernel", "forward_kernel"]),  # the first block of rows is partial
+        ("forward", 128, 1024, ["tile_table_kernel", "forward_kernel"]),
+        ("backward", 64, 1024, ["preprocess_kernel", "tile_table_kernel", "backward_kernel"]),
+        ("backward", 128, 1024, ["preprocess_kernel", "tile_table_kernel", "backward_kernel"]),
+    ],
+)
+def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(
+    operation: str, head_dim: int, longest: int, kernels: list[str]
+) -> None:
+    """Packed training batches. Variants differ only in how many heads of a group share a tile."""
+
+    def kernel(group: int) -> tuple[list[str], Any]:
+        q, k = (torch.empty(8192, n, head_dim, dtype=BF16, device="meta") for n in (4 * group, 4))
+        offsets = torch.empty(17, dtype=torch.int32, device="meta")
+        choice = flashtile.explain(
+            flashtile.flash_attn_varlen_func, q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+            max_seqlen_q=longest, max_seqlen_k=longest, causal=True, card=CARDS["h200"],
+        )[operation]  # fmt: skip
+        assert choice.backend == "hopper"
+        problem, config, extras = choice.problem, choice.config, OptionalTensors(offsets, offsets)
         variant: Any
         if operation == "forward":
+            names = names_of(hopper.prepare_forward(problem, config), q, k, k, extras)
             variant = forward_variant(problem, plan_of(problem, config))
-            # The next test has the heads of a tile, which also decide whether the first block is partial.
-            variant = replace(variant, PACK=1, PACKED_HEADS=1, FIRST_BLOCK_PARTIAL=False)
-        elif operation == "backward":  # how heads are divided depends on their number, not on its kind
-            variant = backward_variant(problem, replace(config, HEAD_SPLITS=1, ROW_SPLITS=1))
-        else:
-            plan = decode_launch.plan_of(problem, config, cache, cache)
-            variant = decode_launch.decode_variant(problem, config, plan)
-        return choice.backend, type(variant).__name__, variant
+            assert POWERS[group] == (variant.PACK, variant.PACKED_HEADS)
+            assert variant.FIRST_BLOCK_PARTIAL is (longest == 4096)
+            return names, replace(variant, PACK=1, PACKED_HEADS=1)
+        # How heads are divided among programs depends on their number, not on its kind.
+        config = replace(config, HEAD_SPLITS=1, ROW_SPLITS=1)
+        lse = torch.empty(4 * group, 8192, device="meta")
+        names = names_of(hopper.prepare_backward(problem, config), q, None, q, k, k, q, lse, extras)
+        return names, backward_variant(problem, config)
 
     of_four = kernel(4)
-    assert of_four[0] == ("portable" if operation == "decode" else "hopper")
+    assert of_four[0] == kernels
+    for group in GROUPS:
+        assert kernel(group) == of_four, group
+
+
+def cached(
+    group: int, head_dim: int, batch: int, tokens: int, longest: int
+) -> tuple[Any, tuple[Tensor, ...], CacheTensors]:
+    """Return the choice, and the tensors, of a step over pages in which one sequence has ``longest`` tokens.
+
+    If it has more tokens than that one sequence, the step is packed.
+    """
+    packed = tokens != batch * longest
+    shape = (tokens,) if packed else (batch, longest)
+    q = torch.empty(*shape, 2 * group, head_dim, dtype=BF16, device="meta")
+    cache = torch.empty(4096, 16, 2, head_dim, dtype=BF16, device="meta")
+    lengths, offsets = (torch.empty(n, dtype=torch.int32, device="meta") for n in (batch, batch + 1))
+    table = torch.empty(batch, 256, dtype=torch.int32, device="meta")
+    given = {"cache_seqlens": lengths, "block_table": table} | ({"cu_seqlens_q": offsets} if packed else {})
+    step = given | ({"max_seqlen_q": longest} if packed else {})
+    choice = flashtile.explain(
+        flashtile.flash_attn_with_kvcache, q, cache, cache, causal=True, card=CARDS["h200"], **step
+    )["decode"]
+    return choice, (q, cache, cache), CacheTensors(**given)
+
+
+@walk(
+    ("head_dim", "batch", "tokens", "longest", "kernels"),
+    [
+        (64, 16, 1550, 1024, ["table_kernel", "attend_kernel", "combine_divided_kernel"]),  # some chunks
+        (128, 16, 1550, 1024, ["table_kernel", "attend_kernel", "combine_divided_kernel"]),
+        (64, 32, 287, 256, ["table_kernel", "attend_kernel", "combine_divided_kernel"]),  # one chunk
+        (128, 32, 287, 256, ["table_kernel", "attend_kernel", "combine_divided_kernel"]),
+        (64, 64, 64, 1, ["decode_kernel", "combine_kernel"]),  # single tokens
+        (128, 64, 64, 1, ["decode_kernel", "combine_kernel"]),
+    ],
+)
+def test_serving_steps_have_the_same_kernels_in_groups_of_every_size(
+    head_dim: int, batch: int, tokens: int, longest: int, kernels: list[str]
+) -> None:
+    """Over pages, chunks among single tokens take Hopper's kernel, single tokens alone the portable one."""
+
+    def kernel(group: int) -> tuple[list[str], Any]:
+        choice, tensors, given = cached(group, head_dim, batch, tokens, longest)
+        problem, config = choice.problem, choice.config
+        assert choice.backend == ("portable" if longest == 1 else "hopper")
+        names = names_of(select(DECODE, problem, None).prepare(), *tensors, given)
+        if longest == 1:
+            plan = decode_launch.plan_of(problem, config, *tensors[1:])
+            return names, decode_launch.decode_variant(problem, config, plan)
+        variant = hopper_decode_variant(problem, config)
+        # A TMA load has a power of two of rows. Where a group does not divide them, threads copy queries.
+        copied = group & (group - 1) > 0
+        assert (group, 1, copied) == (variant.PACK, variant.KV_GROUP, variant.COPIES_Q)
+        return names, replace(variant, PACK=1, COPIES_Q=False)
+
+    of_four = kernel(4)
+    assert of_four[0] == kernels
     for group in GROUPS:
         assert kernel(group) == of_four, group
 
 
 APART = dict.fromkeys(GROUPS, (1, 1))
-POWERS = {group: (group & -group, group & -group) for group in GROUPS}
 SHARING: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
     "dense, 4,096 rows": ({"seqlen": 4096}, APART),
     "dense, 320 rows": ({"seqlen": 320}, APART),
@@ -314,15 +383,15 @@ SHARING: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
 """Calls, and for each group (PACK, PACKED_HEADS): the rows of a token, and how many of them have a head."""
 
 
-@walk("call", SHARING)
-def test_how_many_heads_of_a_group_share_a_tile(call: str) -> None:
+@walk(("call", "head_dim"), itertools.product(SHARING, (64, 128)))
+def test_how_many_heads_of_a_group_share_a_tile(call: str, head_dim: int) -> None:
     """Powers of two that divide the group; short packed documents leave rows unused instead."""
     options, expected = dict(SHARING[call][0]), SHARING[call][1]
     seqlen, packed = options.pop("seqlen"), options.pop("packed", False)
     found = {}
     for group in GROUPS:
         shape = (8192,) if packed else (4, seqlen)
-        q, k = (torch.empty(*shape, n, 128, dtype=torch.bfloat16, device="meta") for n in (4 * group, 4))
+        q, k = (torch.empty(*shape, n, head_dim, dtype=BF16, device="meta") for n in (4 * group, 4))
         attend: Any = flashtile.flash_attn_func
         if packed:
             offsets = torch.empty(17, dtype=torch.int32, device="meta")
@@ -338,34 +407,26 @@ def test_how_many_heads_of_a_group_share_a_tile(call: str) -> None:
 
 def test_the_layers_of_a_step_over_shared_keys_launch_one_table_and_no_fills() -> None:
     """256 sequences of an 8B model, in groups of up to 32."""
-    card, (k, v) = Target("H200", (9, 0), 132), torch.empty(2, 9000, 16, 8, 128, dtype=BF16, device="meta")
+    k, v = torch.empty(2, 9000, 16, 8, 128, dtype=BF16, device="meta")
     q, lengths = torch.empty(256, 32, 128, dtype=BF16, device="meta"), torch.empty(256, device="meta").int()
     offsets, pages = torch.empty(257, device="meta").int(), torch.empty(256, 256, device="meta").int()
     given = CacheTensors(cache_seqlens=lengths, block_table=pages, cu_seqlens_q=offsets)
     options = DecodeOptions(max_seqlen_q=32, partial=True)
-    problem = on_target(DecodeProblem.from_tensors(q, k, v, given, options), card)
+    problem = on_target(DecodeProblem.from_tensors(q, k, v, given, options), CARD)
     launch: Any = select(DECODE, problem, None).prepare()
     tables: dict[Any, Any] = {}
     found = []
     with mock.patch.object(Outputs, "cleared", side_effect=AssertionError):
         for _ in range(3):
-            launches = launches_of(card, partial(launch, q, k, v, given, tables=tables))
-            found.append([one.kernel.fn.__name__ for one, _ in launches])
+            found.append(names_of(partial(launch, tables=tables), q, k, v, given))
     attend = ["attend_kernel", "combine_divided_kernel"]
     assert found == [["table_kernel", *attend], attend, attend]
 
 
-@walk("tokens", (32, 64, 1024))
-def test_chunks_over_pages_share_a_tile_in_groups_of_every_size(tokens: int) -> None:
+@walk(("head_dim", "tokens"), itertools.product((64, 128), (32, 64, 1024)))
+def test_chunks_over_pages_share_a_tile_in_groups_of_every_size(head_dim: int, tokens: int) -> None:
     for group in (*GROUPS, 64, 96):
-        q = torch.empty(16, tokens, 4 * group, 128, dtype=torch.bfloat16, device="meta")
-        cache = torch.empty(4096, 16, 4, 128, dtype=torch.bfloat16, device="meta")
-        table = torch.empty(16, 256, dtype=torch.int32, device="meta")
-        lengths = torch.empty(16, dtype=torch.int32, device="meta")
-        choice = flashtile.explain(
-            flashtile.flash_attn_with_kvcache, q, cache, cache, cache_seqlens=lengths, block_table=table,
-            causal=True, card=CARDS["h200"],
-        )["decode"]  # fmt: skip
+        choice, *_ = cached(group, head_dim, 16, 16 * tokens, tokens)
         assert choice.backend == "hopper"
         variant = hopper_decode_variant(choice.problem, choice.config)
         pack = group if group <= 64 else 32

@@ -27,6 +27,7 @@ from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import as_masking, make_options
 from flashtile.integrations.transformers_masks import (
     Padding,
+    TreeMask,
     documents_of,
     packing_of,
     padding_of,
@@ -406,7 +407,7 @@ def _under_blocks(
     windowed = isinstance(given_mask, dict) and window_left in given_mask
     block_mask = given_mask[window_left] if windowed else given_mask
     for name, given in (
-        ("attention_mask", mask is not None and mask.dim() != 3),
+        ("attention_mask", not isinstance(mask, TreeMask) and mask is not None and mask.dim() != 3),
         ("sliding_window", window_left >= 0 and not windowed),
         ("position_bias", others.get("position_bias") is not None),
     ):  # fmt: skip

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from flashtile.checks.arguments import named
 from flashtile.checks.values import check_between
 from flashtile.integrations import transformers_private as private
-from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS
+from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, TreeMask
 from flashtile.masks.block_mask import BlockMask
 from flashtile.masks.trees import create_tree_mask
 from flashtile.problems.common import UNLIMITED
@@ -30,7 +30,7 @@ from flashtile.problems.common import UNLIMITED
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 """Types of layers in a config that a tree describes: they mix tokens only by attention, by position."""
 
-INPUTS = ("input_ids", "position_ids", "block_mask", "logits_to_keep", "use_cache")
+INPUTS = ("input_ids", "attention_mask", "position_ids", "block_mask", "logits_to_keep", "use_cache")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class SharedPrompts:
 
     input_ids: Tensor
     """(1, total) int64: for each prompt, the prompt without its last token, then the answers' segments."""
+    attention_mask: Tensor
+    """(1, total) of ones: models with another attention, which would ignore ``block_mask``, fail by it."""
     position_ids: Tensor
     """(1, total) int64: the position of each token in its path."""
     block_mask: dict[int, BlockMask]
@@ -122,6 +124,8 @@ def shared_prompts(
     Returns:
         A :class:`SharedPrompts`.
 
+    ``model(**batch)`` raises a ValueError if that model has another attention, which would ignore the tree.
+
     Terms of a loss that a model adds by itself, such as the balance of experts, count the tokens of a prompt
     once. The RoPE types "dynamic" and "longrope" choose frequencies by the longest path, as they do in a
     padded batch.
@@ -196,6 +200,7 @@ def shared_prompts(
 
     return SharedPrompts(
         placed(torch.cat(segments))[None],
+        torch.ones(1, total, dtype=torch.bool, device=found.device).as_subclass(TreeMask),
         placed(position_ids)[None],
         masks,
         placed(kept),

@@ -99,7 +99,7 @@ def statistics(entropy: bool = False) -> Iterator[Statistics]:
         >>> with statistics() as found:
         ...     loss = model(torch.tensor([[1, 2, 3]])).logits.logsumexp(-1).mean()
         >>> for layer, largest in found.max_logits.items():  # QK-clip: scale the weights of heads above 100
-        ...     factors = (100 / largest).clamp(max=1)
+        ...     factors = 100 / largest.clamp(min=100)
         >>> layer.layer_idx, factors.shape
         (1, torch.Size([4]))
     """

@@ -213,9 +213,9 @@ class TreeMask(Tensor):
         )
         if looks_up or function in (Tensor.all, Tensor.sum, Tensor.bool, torch.all, torch.sum):
             raise ValueError(
-                'model must have attn_implementation="flashtile", and layers that pass block_mask on, to take '
-                "a batch of shared_prompts: other attention ignores which answer a token belongs to. Call "
-                'model.set_attn_implementation("flashtile")'
+                'model must have attn_implementation="flashtile", and layers that pass block_mask on, to '
+                "take a batch of shared_prompts: other attention ignores which answer a token belongs to. "
+                'Call model.set_attn_implementation("flashtile")'
             )
         found = super().__torch_function__(function, types, arguments, named or {})
         is_mask = not isinstance(found, TreeMask) or found.dim() == 2

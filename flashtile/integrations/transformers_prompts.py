@@ -81,8 +81,13 @@ class SharedPrompts:
                 one. They are converted to float32, except for float64.
 
         Raises:
+            TypeError: ``logits`` are no floating-point tensor.
             ValueError: ``logits`` have another shape.
         """
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            raise TypeError(
+                f"logits must be a floating-point tensor, model(**batch).logits, got {_kind(logits)}"
+            )
         kept, total = self.labels.shape[1], self.input_ids.shape[1]
         if logits.dim() != 3 or logits.shape[0] != 1 or logits.shape[1] not in (kept, total):
             raise ValueError(
@@ -96,8 +101,14 @@ class SharedPrompts:
         """Return the part of each answer, by prompt, of ``values``, (answer_tokens, ...), as views.
 
         Raises:
+            TypeError: ``values`` is no tensor.
             ValueError: ``values`` has another number of tokens.
         """
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                "values must be a tensor of numbers of the answers' tokens, as log_probs returns it, got "
+                f"{_kind(values)}"
+            )
         flat = [length for of_prompt in self.lengths for length in of_prompt]
         if values.dim() < 1 or values.shape[0] != sum(flat):
             raise ValueError(f"values must have shape ({sum(flat)}, ...), got {tuple(values.shape)}")
@@ -210,6 +221,10 @@ def shared_prompts(
         cu_seqlens,
         parent,
     )
+
+
+def _kind(given: Any) -> str:
+    return named(given) if isinstance(given, Tensor) else type(given).__name__
 
 
 def _check_list(name: str, given: Any, element: str) -> None:

@@ -190,6 +190,31 @@ def test_bad_prompts_and_answers_are_refused(prompts, answers, error, words):
         shared_prompts(small("Llama"), prompts, answers)
 
 
+def test_results_that_are_refused():
+    model = small("Llama")
+    batch = shared_prompts(model, PROMPTS, ANSWERS)
+    got = "got CausalLMOutputWithPast"
+    with pytest.raises(TypeError, match=rf"logits must .*, model\(\*\*batch\).logits, {got}"):
+        batch.log_probs(model(**batch))
+    with pytest.raises(TypeError, match="logits must .* got a torch.int64 tensor of 2 dim"):
+        batch.log_probs(batch.labels)
+    with pytest.raises(ValueError, match=r"logits must have shape \(1, 22 or 43, vocabulary\), got"):
+        batch.log_probs(model(**batch).logits[0])
+    for values in (model(**batch), [1.0] * 22):
+        with pytest.raises(TypeError, match=f"values must be a tensor .* got {type(values).__name__}"):
+            batch.unpack(values)
+
+
+def test_dropout_is_refused_by_its_name_in_the_config():
+    for model, field in (
+        (small("Llama", attention_dropout=0.1), "attention_dropout"),
+        (made("GPT2LMHeadModel", transformers.GPT2Config(**GPT2 | {"attn_pdrop": 0.1})), "attn_pdrop"),
+    ):
+        batch = shared_prompts(model, PROMPTS, ANSWERS)
+        with pytest.raises(NotImplementedError, match=rf"dropout_p \({field} in the model's config\)"):
+            model.train()(**batch)
+
+
 def test_models_that_read_the_order_in_memory_are_refused():
     tiny = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     lfm2 = transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])

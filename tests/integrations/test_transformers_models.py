@@ -558,9 +558,7 @@ def test_statistics_that_no_layer_collected_cannot_be_read():
     with statistics(entropy=True) as found, statistics() as inner:
         eager(TOKENS)
         for read in (lambda: found.max_logits, lambda: found.entropy, lambda: inner.max_logits):
-            with pytest.raises(
-                ValueError, match=r'attn_implementation="flashtile" .* no layer collected any'
-            ):
+            with pytest.raises(ValueError, match=r'="flashtile" .* no layer collected any'):
                 read()
         ours(TOKENS)
     assert len(inner.max_logits) == 2

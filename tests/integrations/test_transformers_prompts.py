@@ -196,7 +196,7 @@ def test_results_that_are_refused():
     got = "got CausalLMOutputWithPast"
     with pytest.raises(TypeError, match=rf"logits must .*, model\(\*\*batch\).logits, {got}"):
         batch.log_probs(model(**batch))
-    with pytest.raises(TypeError, match="logits must .* got a torch.int64 tensor of 2 dim"):
+    with pytest.raises(TypeError, match=r"logits must .* got a torch.int64 tensor of 2 dim"):
         batch.log_probs(batch.labels)
     with pytest.raises(ValueError, match=r"logits must have shape \(1, 22 or 43, vocabulary\), got"):
         batch.log_probs(model(**batch).logits[0])

@@ -1,6 +1,6 @@
 """Measures whole layers that train on answers to a prompt, which is computed once or for each answer.
 
-    python -m benchmarks.shared_prompts --json shared_prompts.json
+    python -m benchmarks.shared_prompts --json shared_prompts.json     # on a GPU
     python -m benchmarks.shared_prompts --device cpu --hidden 64 --heads 4 --kv-heads 2 --prompt-tokens 64 \
         --answer-tokens 8 --rounds 1 --rep 1
 
@@ -36,6 +36,8 @@ States = Callable[[], Tensor]
 """Computes the hidden states of all tokens that predict an answer's token, (answer tokens, hidden)."""
 
 SHARED = "shared"
+LARGE = 2048
+"""Hidden size from which a CPU is refused."""
 
 
 def main(
@@ -54,6 +56,10 @@ def main(
 ) -> None:
     """Print milliseconds of a layer, the speed relative to separate rows, and the peak memory."""
     place = machine.find_device(device)
+    if place.type == "cpu" and hidden >= LARGE:
+        raise typer.BadParameter(
+            f"--hidden must be less than {LARGE} on a CPU, got {hidden}: a step of such layers takes minutes"
+        )
     register()
     torch.manual_seed(0)
     config = LlamaConfig(

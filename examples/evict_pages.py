@@ -67,11 +67,13 @@ def error(cache: Cache, queries: list[Tensor], table: Tensor) -> float:
 
 def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; chosen if omitted")] = None,
-    batch: Annotated[int, typer.Option(help="sequences")] = 4,
-    pages: Annotated[int, typer.Option(help="pages of each sequence")] = 64,
-    keep: Annotated[int, typer.Option(help="pages of each sequence that stay")] = 16,
-    steps: Annotated[int, typer.Option(help="steps whose mass decides")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 4,
+    pages: Annotated[int, typer.Option(min=SOUGHT, help="pages of each sequence")] = 64,
+    keep: Annotated[int, typer.Option(min=1, help="pages of each sequence that stay")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="steps whose mass decides")] = 8,
 ) -> None:
+    if keep > pages:
+        raise typer.BadParameter(f"--keep must be at most --pages, which is {pages}, got {keep}")
     on = find_device(device)
     cache = Cache(batch, pages, on, torch.float32 if on.type == "cpu" else torch.bfloat16)
     for _ in range(steps):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor

@@ -72,6 +72,7 @@ LIBRARIES = {
             "torch._C._set_dispatch_mode": "explain of calls with a score_mod that reads tensors",
             "torch._C._TorchDispatchModeKey.FAKE": "explain of calls with a score_mod that reads tensors",
             "torch._guards.detect_fake_mode": "explain, and compiling ahead",
+            "torch._subclasses.fake_tensor.DataDependentOutputException": "explain of a function that reads",
             "torch._subclasses.fake_tensor.FakeTensor": "calls of fake tensors, so torch.compile",
             "torch._subclasses.fake_tensor.FakeTensorMode": "explain, and compiling ahead",
             "torch._subclasses.functional_tensor.FunctionalTensor": "FLOP counts under torch.compile",

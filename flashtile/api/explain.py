@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from flashtile.api.attention import attention
 from flashtile.backends.common.device import Target
+from flashtile.checks.arguments import as_int, named
 from flashtile.hardware.calls import Call, least_bytes, least_flops, visited_scores
 from flashtile.op.operation import describing
 from flashtile.op.selection import Choice, choose, load_part, on_target
@@ -15,6 +19,7 @@ from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.operators.weights import WEIGHTS
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import PREFERENCE
+from flashtile.torch_private import DataDependentOutputException
 
 if TYPE_CHECKING:
     from flashtile.hardware.cards import Card
@@ -76,6 +81,7 @@ class Explanation:
         the kernel visits. The latter are more: a mask cuts tiles, and sequences end within tiles.
 
         Raises:
+            TypeError: ``lengths`` are no list of ints.
             ValueError: the call has no packed sequences of these lengths.
 
         Examples:
@@ -87,7 +93,14 @@ class Explanation:
             forward: at least 134.7 MB and 131.2 GFLOPs
         """
         problem = self.problem
-        packed = problem.total_q if isinstance(problem, Problem) and problem.varlen else 0
+        if isinstance(lengths, str) or not isinstance(lengths, (Sequence, Tensor)):
+            raise TypeError(f"lengths must be a list of ints, got {named(lengths)}")
+        lengths = [as_int("lengths", length) for length in lengths]
+        if not isinstance(problem, Problem) or not problem.varlen:
+            raise ValueError(
+                f"lengths are those of packed sequences (cu_seqlens_q), got {lengths} for a call without any"
+            )
+        packed = problem.total_q
         if sum(lengths) != packed or not packed or min(lengths) < 0:
             raise ValueError(
                 f"lengths must be at least 0 and add up to the call's {packed} packed tokens, got {lengths}"
@@ -192,8 +205,24 @@ def described_calls(
     """
     if arguments and callable(arguments[0]):
         function, *arguments = arguments  # type: ignore[assignment]
-    with describing(arguments, keywords) as described:
-        function(*arguments, **keywords)
+    else:
+        parameters = inspect.signature(function).parameters.values()
+        most = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+        if len(arguments) > most:
+            raise TypeError(
+                f"explain takes at most {most} arguments of {function.__name__} by position, got "
+                f"{len(arguments)}: pass another function first, as in explain(flash_attn_varlen_func, ...)"
+            )
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        with describing(arguments, keywords) as described:
+            function(*arguments, **keywords)
+    except DataDependentOutputException:
+        raise NotImplementedError(
+            f"explain takes functions that need no values of their tensors, got {name}, which reads some"
+        ) from None
+    if not described:
+        raise ValueError(f"explain takes a function that calls flashtile, got {name}, which launches nothing")
     if card is None:
         return described
     target = Target.of_card(card)

@@ -189,7 +189,7 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
-            f"call {name}.contiguous()"
+            f"set {name} = {name}.contiguous() before the call"
         )
 
 
@@ -244,9 +244,9 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
     """Raise if a buffer cannot take a result of this shape and dtype."""
     check_dense(name, buffer)
     if tuple(buffer.shape) != tuple(shape):
-        raise ValueError(f"{name} must have the result's shape {tuple(shape)}, got {tuple(buffer.shape)}")
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(buffer.shape)}")
     if buffer.dtype != dtype:
-        raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
+        raise TypeError(f"{name} must have dtype {dtype}, got {buffer.dtype}")
     check_device(name, buffer, first)
     check_last_stride(name, buffer)
     check_written(name, buffer)

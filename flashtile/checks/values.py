@@ -102,9 +102,9 @@ def check_decode_values(
 def check_held_pages(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
 ) -> None:
-    """Raise ValueError if a page lies at two places of block_table whose keys are seen.
+    """Raise ValueError if a page is in two columns of block_table whose keys are seen.
 
-    The kernel for ``mass`` looks for the sequences that share a page at the place where the first has it.
+    The kernel for ``mass`` looks for the sequences that share a page in the column where the first has it.
     """
     if tensors.block_table is None:
         return
@@ -114,17 +114,17 @@ def check_held_pages(
     keys = [most] * batch if lengths is None else lengths.tolist()
     padding = [0] * batch if tensors.cache_leftpad is None else tensors.cache_leftpad.tolist()
     rows = [q.shape[1]] * batch if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.diff().tolist()
-    places: dict[int, int] = {}
+    places: dict[int, tuple[int, int]] = {}
     for b, table in enumerate(tensors.block_table.tolist()):
         visible = range(keys[b] - padding[b])
         seen = options.masking.key_range(positions(rows[b], len(visible)), visible)
         first, stop = (padding[b] + end for end in (seen.start, seen.stop))
         for column in range(first // page_size, -(-stop // page_size)) if rows[b] and seen else ():
-            other = places.setdefault(table[column], column)
-            if other != column:
+            other = places.setdefault(table[column], (b, column))
+            if other[1] != column:
                 raise ValueError(
-                    f"block_table must have each page at one place with mass, got page {table[column]} at "
-                    f"[{b}, {column}] and in column {other}"
+                    "block_table must have each page in only one column in a call with mass, "
+                    f"got page {table[column]} at {[*other]} and at {[b, column]}"
                 )
 
 

@@ -20,7 +20,7 @@ from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import check_flag
 from flashtile.integrations import transformers_private as private
-from flashtile.integrations.transformers_attention import IN_CONFIG, serving, serving_by_name
+from flashtile.integrations.transformers_attention import names_in_config, serving, serving_by_name
 from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, mask_of_keys
 from flashtile.integrations.transformers_prompts import SharedPrompts, shared_prompts
 from flashtile.integrations.transformers_statistics import Statistics, statistics
@@ -139,7 +139,7 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
         try:
             return function(*arguments, sink=s_aux, **named)
         except NotImplementedError as error:
-            raise renamed(error, IN_CONFIG) from None
+            raise renamed(error, names_in_config()) from None
 
     parameters = [
         parameter.replace(name="s_aux") if parameter.name == "sink" else parameter

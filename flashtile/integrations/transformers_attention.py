@@ -27,6 +27,7 @@ from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import as_masking, make_options
 from flashtile.integrations.transformers_masks import (
     Padding,
+    TreeMask,
     documents_of,
     packing_of,
     padding_of,
@@ -40,10 +41,18 @@ from flashtile.problems.common import UNLIMITED, shared_fields
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 from flashtile.torch_private import is_any_autocast_enabled
 
-IN_CONFIG = {
-    "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
-}
-"""Replacements of argument names in errors by names that users of a model know."""
+DROPOUT_FIELDS = "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"
+"""Fields of the attention dropout in configs of models."""
+
+
+def names_in_config(config: Any = None) -> dict[str, str]:
+    """Return replacements of argument names in errors by names that users of a model know.
+
+    ``config`` is that of the model, or None if it is unknown.
+    """
+    fields = [name for name in DROPOUT_FIELDS if hasattr(config, name)] or DROPOUT_FIELDS
+    return {"dropout_p": f"dropout_p ({' or '.join(fields)} in the model's config)"}
+
 
 EVERYWHERE = {"causal": False, "window_size": (UNLIMITED, UNLIMITED)}
 """Options for masks that already include causality and windows."""
@@ -149,7 +158,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 _remember(step, q, k, v, _options_of_step(*(options[name] for name in _OF_STEP)), out)
             return out, None
         except NotImplementedError as error:
-            raise renamed(error, IN_CONFIG) from None
+            raise renamed(error, names_in_config(getattr(module, "config", None))) from None
 
     return serve
 
@@ -406,7 +415,7 @@ def _under_blocks(
     windowed = isinstance(given_mask, dict) and window_left in given_mask
     block_mask = given_mask[window_left] if windowed else given_mask
     for name, given in (
-        ("attention_mask", mask is not None and mask.dim() != 3),
+        ("attention_mask", not isinstance(mask, TreeMask) and mask is not None and mask.dim() != 3),
         ("sliding_window", window_left >= 0 and not windowed),
         ("position_bias", others.get("position_bias") is not None),
     ):  # fmt: skip

@@ -194,6 +194,38 @@ def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
     return known.found
 
 
+class TreeMask(Tensor):
+    """The ``attention_mask`` of a packed batch, (1, total) of ones, which nothing but a loss may read.
+
+    Models with another attention ignore ``block_mask``, so answers would see each other. Such attention reads
+    its padding mask, once per forward pass, and this class refuses that.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        looks_up = function is Tensor.__getitem__ and any(
+            isinstance(place, Tensor) for place in _as_tuple(arguments[1])
+        )
+        if looks_up or function in (Tensor.all, Tensor.sum, Tensor.bool, torch.all, torch.sum):
+            raise ValueError(
+                'model must have attn_implementation="flashtile", and layers that pass block_mask on, to '
+                "take a batch of shared_prompts: other attention ignores which answer a token belongs to. "
+                'Call model.set_attn_implementation("flashtile")'
+            )
+        found = super().__torch_function__(function, types, arguments, named or {})
+        is_mask = not isinstance(found, TreeMask) or found.dim() == 2
+        return found if is_mask else found.as_subclass(Tensor)
+
+
+def _as_tuple(index: Any) -> tuple:
+    return index if isinstance(index, tuple) else (index,)
+
+
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Wrap Transformers' function that makes the mask of a forward pass, so that each mask is read once.
 
@@ -201,6 +233,7 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
 
     - None without padding.
     - A padding mask (batch, keys). For a static cache, it covers only the keys that have been written.
+    - The :class:`TreeMask` of a packed batch, as it is.
     - Numbers of documents (batch, 1, seqlen), integers, for packed sequences without padding and cache.
     - A mask with one element per score, (batch, 1, queries, keys), if the options of the attention function
       cannot say what the mask says (:func:`_needs_scores`).
@@ -215,8 +248,11 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
             _passes.count += 1
         rules = _rules(**named)
         if _needs_scores(rules, kv_length, **named):
-            always = {"kv_length": kv_length, "attention_mask": attention_mask, "allow_is_causal_skip": False}
+            of_keys = None if isinstance(attention_mask, TreeMask) else attention_mask
+            always = {"kv_length": kv_length, "attention_mask": of_keys, "allow_is_causal_skip": False}
             return sdpa_mask(**named | always)
+        if isinstance(attention_mask, TreeMask):
+            return attention_mask
         if attention_mask is None and rules is not None and rules.looks_up:
             return _documents(**named)
         if attention_mask is None and "allow_is_bidirectional_skip" not in named:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from flashtile.checks.arguments import named
 from flashtile.checks.values import check_between
 from flashtile.integrations import transformers_private as private
-from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS
+from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, TreeMask
 from flashtile.masks.block_mask import BlockMask
 from flashtile.masks.trees import create_tree_mask
 from flashtile.problems.common import UNLIMITED
@@ -30,7 +30,7 @@ from flashtile.problems.common import UNLIMITED
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 """Types of layers in a config that a tree describes: they mix tokens only by attention, by position."""
 
-INPUTS = ("input_ids", "position_ids", "block_mask", "logits_to_keep", "use_cache")
+INPUTS = ("input_ids", "attention_mask", "position_ids", "block_mask", "logits_to_keep", "use_cache")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class SharedPrompts:
 
     input_ids: Tensor
     """(1, total) int64: for each prompt, the prompt without its last token, then the answers' segments."""
+    attention_mask: Tensor
+    """(1, total) of ones: models with another attention, which would ignore ``block_mask``, fail by it."""
     position_ids: Tensor
     """(1, total) int64: the position of each token in its path."""
     block_mask: dict[int, BlockMask]
@@ -79,8 +81,13 @@ class SharedPrompts:
                 one. They are converted to float32, except for float64.
 
         Raises:
+            TypeError: ``logits`` are no floating-point tensor.
             ValueError: ``logits`` have another shape.
         """
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            raise TypeError(
+                f"logits must be a floating-point tensor, model(**batch).logits, got {_kind(logits)}"
+            )
         kept, total = self.labels.shape[1], self.input_ids.shape[1]
         if logits.dim() != 3 or logits.shape[0] != 1 or logits.shape[1] not in (kept, total):
             raise ValueError(
@@ -94,8 +101,14 @@ class SharedPrompts:
         """Return the part of each answer, by prompt, of ``values``, (answer_tokens, ...), as views.
 
         Raises:
+            TypeError: ``values`` is no tensor.
             ValueError: ``values`` has another number of tokens.
         """
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                "values must be a tensor of numbers of the answers' tokens, as log_probs returns it, got "
+                f"{_kind(values)}"
+            )
         flat = [length for of_prompt in self.lengths for length in of_prompt]
         if values.dim() < 1 or values.shape[0] != sum(flat):
             raise ValueError(f"values must have shape ({sum(flat)}, ...), got {tuple(values.shape)}")
@@ -121,6 +134,8 @@ def shared_prompts(
 
     Returns:
         A :class:`SharedPrompts`.
+
+    ``model(**batch)`` raises a ValueError if that model has another attention, which would ignore the tree.
 
     Terms of a loss that a model adds by itself, such as the balance of experts, count the tokens of a prompt
     once. The RoPE types "dynamic" and "longrope" choose frequencies by the longest path, as they do in a
@@ -196,6 +211,7 @@ def shared_prompts(
 
     return SharedPrompts(
         placed(torch.cat(segments))[None],
+        torch.ones(1, total, dtype=torch.bool, device=found.device).as_subclass(TreeMask),
         placed(position_ids)[None],
         masks,
         placed(kept),
@@ -205,6 +221,10 @@ def shared_prompts(
         cu_seqlens,
         parent,
     )
+
+
+def _kind(given: Any) -> str:
+    return named(given) if isinstance(given, Tensor) else type(given).__name__
 
 
 def _check_list(name: str, given: Any, element: str) -> None:

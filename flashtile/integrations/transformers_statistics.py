@@ -17,16 +17,36 @@ from flashtile.checks.conversions import check_flag
 class Statistics:
     """Statistics of the layers that ran inside :func:`statistics`, by module, in the order of first calls.
 
-    Attributes:
-        max_logits: (heads,): the largest scores of all calls, without gradient.
-        entropy: (batch, heads, seqlen_q): the entropy of each row in the last call; differentiable, empty
-            without ``entropy``. It is 0 for padded queries.
+    Reading them raises a ValueError if no layer with flashtile's attention has run inside.
     """
 
     def __init__(self, with_entropy: bool) -> None:
-        self.with_entropy = with_entropy
-        self.max_logits: dict[torch.nn.Module, Tensor] = {}
-        self.entropy: dict[torch.nn.Module, Tensor] = {}
+        self.with_entropy, self._ran = with_entropy, False
+        self._max_logits: dict[torch.nn.Module, Tensor] = {}
+        self._entropy: dict[torch.nn.Module, Tensor] = {}
+
+    @property
+    def max_logits(self) -> dict[torch.nn.Module, Tensor]:
+        """(heads,): the largest scores of all calls, without gradient."""
+        self._check_ran()
+        return self._max_logits
+
+    @property
+    def entropy(self) -> dict[torch.nn.Module, Tensor]:
+        """(batch, heads, seqlen_q): the entropy of each row in the last call, 0 for padded queries.
+
+        It is differentiable. Empty without ``statistics(entropy=True)``.
+        """
+        self._check_ran()
+        return self._entropy
+
+    def _check_ran(self) -> None:
+        if not self._ran:
+            raise ValueError(
+                'model must have attn_implementation="flashtile" and run inside statistics(), but no layer '
+                'collected any: call register() and model.set_attn_implementation("flashtile"). Of several '
+                "contexts, only the innermost collects. Flash code of a model's own (Falcon) collects none"
+            )
 
     def _attend(
         self, module: torch.nn.Module, shape: torch.Size, q: Tensor, k: Tensor, v: Tensor, **options: Any
@@ -35,14 +55,15 @@ class Statistics:
         out, max_logits, *found = api.attention(
             q, k, v, return_max_logits=True, return_entropy=self.with_entropy, **options
         )
+        self._ran = True
         largest = max_logits.amax(0)  # over sequences
-        earlier = self.max_logits.get(module)
-        self.max_logits[module] = largest if earlier is None else torch.maximum(earlier, largest)
+        earlier = self._max_logits.get(module)
+        self._max_logits[module] = largest if earlier is None else torch.maximum(earlier, largest)
         if self.with_entropy:
             rows, *found = found
             if rows.dim() == 2:  # the batch was computed as packed sequences
                 rows = rows.unflatten(1, (shape[0], shape[2])).transpose(0, 1)
-            self.entropy[module] = rows
+            self._entropy[module] = rows
         return (out, *found) if found else out
 
 
@@ -80,7 +101,8 @@ def statistics(entropy: bool = False) -> Iterator[Statistics]:
         entropy: also collect the entropy. With gradients, it can be a term of the loss.
 
     Yields:
-        A :class:`Statistics`. Of several contexts, only the innermost one collects.
+        A :class:`Statistics`. Of several contexts, only the innermost one collects. Reading it raises a
+        ValueError if no layer has collected, because the model has another attention.
 
     Raises:
         TypeError: ``entropy`` is not a bool.
@@ -99,7 +121,7 @@ def statistics(entropy: bool = False) -> Iterator[Statistics]:
         >>> with statistics() as found:
         ...     loss = model(torch.tensor([[1, 2, 3]])).logits.logsumexp(-1).mean()
         >>> for layer, largest in found.max_logits.items():  # QK-clip: scale the weights of heads above 100
-        ...     factors = (100 / largest).clamp(max=1)
+        ...     factors = 100 / largest.clamp(min=100)
         >>> layer.layer_idx, factors.shape
         (1, torch.Size([4]))
     """

@@ -20,6 +20,7 @@ from flashtile.checks.values import check_between, check_offset_values
 from flashtile.masks.block_mask import BlockMask, as_length, block_mask_of, block_sizes
 from flashtile.masks.mods import MaskMod
 from flashtile.problems.common import MAX_LENGTH, UNLIMITED
+from flashtile.torch_private import detect_fake_mode
 
 _TRACED_ROUNDS = 16
 """Rounds of doubling in a graph of torch.compile. They are enough for any forest less than 2^16 deep."""
@@ -90,6 +91,7 @@ def create_tree_mask(
     debug = os.environ.get("FLASHTILE_DEBUG", "0") == "1"
     checked = type(cu_seqlens) is type(parent) is Tensor and not compiling  # a fake tensor has no values
     checked = checked and (debug or cu_seqlens.device.type == "cpu")
+    checked = checked and detect_fake_mode() is None  # in which results of real tensors are fake
     if checked:
         check_offset_values("cu_seqlens", cu_seqlens, total, MAX_LENGTH)
         check_between("parent", parent, -1, segments - 1, "the last segment")

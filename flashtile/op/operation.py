@@ -344,11 +344,15 @@ class Operation(Calls):
     def is_served(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> bool:
         """Whether a backend serves a call, on the GPU ``target`` if given."""
         try:
-            with uncollected():  # backends are imported
-                self._select(tensors, optional, options, target)
+            self.refuse_unserved(tensors, optional, options, target)
         except NotImplementedError:
             return False
         return True
+
+    def refuse_unserved(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
+        """Raise NotImplementedError if no backend, or not the requested one, serves a call."""
+        with uncollected():  # backends are imported
+            self._select(tensors, optional, options, target)
 
     def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
         launch = self._select(tensors, optional, options, target).prepare()

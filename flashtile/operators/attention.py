@@ -187,6 +187,8 @@ class TangentsOperation(Operation):
         """Return a launch: standard attention if no backend serves the call, or if it has statistics."""
         if not statistics_of(options) and self.is_served(tensors, extras, options):
             return super().prepare(tensors, extras, options)
+        if options.backend is not None:  # it may have no kernel for tangents, but must serve the call
+            FORWARD.refuse_unserved(tensors[:3], extras, options)
         from flashtile.operators import derivatives
 
         def launch(*call: Any) -> tuple[Tensor, ...]:

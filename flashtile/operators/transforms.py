@@ -69,12 +69,12 @@ def _with_tangents(
     """Compute ``flashtile::forward`` with forward-mode tangents."""
     if mapping():  # the tangents belong to a transform around vmap
         if extras.cu_seqlens_q is not None or isinstance(extras, ModifiedExtras):
-            return derivatives.plain(*tensors, extras, options)
+            return _by_standard_attention(tensors, extras, options)
         return Forward.apply(*FORWARD.flat(tensors, extras, options))  # whose rule calls forward() again
     primals, tangents = zip(*map(forward_ad.unpack_dual, tensors), strict=True)
     given = [tangent for tangent in tangents if tangent is not None]
     if not given or functionalizing() or carries_tangents((*primals, *given, *extras)):
-        return derivatives.plain(*tensors, extras, options)
+        return _by_standard_attention(tensors, extras, options)
     if isinstance(extras, ModifiedExtras):  # _learning says which captured tensors need a gradient
         options = options._replace(learned=0)
     arguments = TANGENTS.flat((*primals, *tangents), extras, options)
@@ -82,6 +82,15 @@ def _with_tangents(
     if out.grad_fn is not None and not transforming():
         out.grad_fn.duals = tensors
     return forward_ad.make_dual(out, out_tangent), forward_ad.make_dual(lse, lse_tangent)
+
+
+def _by_standard_attention(
+    tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute a call and its tangents in plain PyTorch, if the requested backend serves the call itself."""
+    if options.backend is not None:
+        FORWARD.refuse_unserved(tensors, extras, options)
+    return derivatives.plain(*tensors, extras, options)
 
 
 def backward(*arguments: Any) -> Any:

@@ -150,6 +150,9 @@ def test_shared_prompts_have_the_states_of_separate_rows(tmp_path):
         "separate": 8 * 27, "separate, sdpa": 8 * 27, "shared": 23 + 8 * 4,
     }  # fmt: skip
     assert results["shared"]["difference"] < 64 * torch.finfo(torch.float32).eps
+    result = run("--device", "cpu")
+    assert result.exit_code == 2
+    assert "--hidden must be less than 2048 on a CPU, got 4096" in " ".join(result.output.split())
 
 
 def test_gradients_of_the_host_time_are_those_of_standard_attention():

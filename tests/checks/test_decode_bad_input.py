@@ -195,7 +195,7 @@ CALLS = [
      ("block_table must name blocks from 0 to 8", "9 at [0, 1]", "5 tokens")),
     (PAGED, {"block_table": int32([-1, 1, 1], [2, 3, 4])}, ValueError, ("block_table", "-1 at [0, 0]")),
     (PAGED, {"block_table": int32([0, 1, 99], [2, 0, 4]), "mass": rand(PAGES, PAGE, HKV)}, ValueError,
-     ("block_table must have each page at one place with mass", "page 0 at [1, 1]", "column 0")),
+     ("block_table must have each page in only one column", "page 0 at [0, 0] and at [1, 1]")),
     (APPEND, {"cache_seqlens": int32(19, 0)}, ValueError, ("cache_seqlens with the tokens to append", "21")),
     (APPEND, {"cache_leftpad": int32(-1, 0)}, ValueError, ("cache_leftpad", "-1 at entry 0")),
     (PAGED_APPEND, {"cache_seqlens": int32(5, 11)}, ValueError, ("tokens to append", "3 pages of 4", "13")),

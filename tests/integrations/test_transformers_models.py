@@ -552,6 +552,20 @@ def test_statistics_of_layers(name):
     assert ours.model.layers[0].self_attn.q_proj.weight.grad.abs().max() > 0
 
 
+def test_statistics_that_no_layer_collected_cannot_be_read():
+    """A model with another attention computes none, and nobody would notice an empty result."""
+    eager, ours = decoders("llama")
+    with statistics(entropy=True) as found, statistics() as inner:
+        eager(TOKENS)
+        for read in (lambda: found.max_logits, lambda: found.entropy, lambda: inner.max_logits):
+            with pytest.raises(ValueError, match=r'="flashtile" .* no layer collected any'):
+                read()
+        ours(TOKENS)
+    assert len(inner.max_logits) == 2
+    with pytest.raises(ValueError, match="only the innermost collects"):
+        len(found.max_logits)
+
+
 def test_the_largest_scores_are_those_of_all_calls():
     _, ours = decoders("llama")
     with statistics() as of_all:

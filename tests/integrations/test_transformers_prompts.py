@@ -139,6 +139,36 @@ def test_the_loss_of_the_model_itself():
     torch.testing.assert_close(whole, batch.log_probs(model(**batch).logits), atol=1e-5, rtol=1e-5)
 
 
+def test_models_with_another_attention_refuse_a_batch():
+    """They would ignore the tree: the log-probabilities would be others."""
+    kinds = {"Llama": {}, "Gemma3": {}, "Mixtral": {"num_local_experts": 4, "output_router_logits": True}}
+    for name, more in kinds.items():
+        model = small(name, **more)
+        batch = shared_prompts(model, PROMPTS, ANSWERS)
+        assert model(**batch, labels=batch.labels, shift_labels=batch.labels).loss.isfinite()
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            with pytest.raises(ValueError, match='model must have attn_implementation="flashtile"'):
+                model(**batch)
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(Exception, match='model must have attn_implementation="flashtile"'):
+            compiled(**batch)
+    gpt2 = made("GPT2LMHeadModel", transformers.GPT2Config(**GPT2), "eager")
+    drops = made("NemotronForCausalLM", transformers.NemotronConfig(**SMALL))
+    for model in (gpt2, drops):
+        with pytest.raises(ValueError, match="layers that pass block_mask on"):
+            model(**copy.deepcopy(batch))
+
+
+def test_the_balance_of_experts_counts_a_prompt_once():
+    model = small("Mixtral", num_local_experts=4, output_router_logits=True)
+    batch = shared_prompts(model, PROMPTS, ANSWERS)
+    given = dict(batch)
+    del given["attention_mask"]
+    assert model(**batch).aux_loss.equal(model(**given).aux_loss)
+    assert type(model(**batch).aux_loss) is torch.Tensor
+
+
 @walk(
     ("prompts", "answers", "error", "words"),
     [
@@ -158,6 +188,31 @@ def test_the_loss_of_the_model_itself():
 def test_bad_prompts_and_answers_are_refused(prompts, answers, error, words):
     with pytest.raises(error, match=words):
         shared_prompts(small("Llama"), prompts, answers)
+
+
+def test_results_that_are_refused():
+    model = small("Llama")
+    batch = shared_prompts(model, PROMPTS, ANSWERS)
+    got = "got CausalLMOutputWithPast"
+    with pytest.raises(TypeError, match=rf"logits must .*, model\(\*\*batch\).logits, {got}"):
+        batch.log_probs(model(**batch))
+    with pytest.raises(TypeError, match=r"logits must .* got a torch.int64 tensor of 2 dim"):
+        batch.log_probs(batch.labels)
+    with pytest.raises(ValueError, match=r"logits must have shape \(1, 22 or 43, vocabulary\), got"):
+        batch.log_probs(model(**batch).logits[0])
+    for values in (model(**batch), [1.0] * 22):
+        with pytest.raises(TypeError, match=f"values must be a tensor .* got {type(values).__name__}"):
+            batch.unpack(values)
+
+
+def test_dropout_is_refused_by_its_name_in_the_config():
+    for model, field in (
+        (small("Llama", attention_dropout=0.1), "attention_dropout"),
+        (made("GPT2LMHeadModel", transformers.GPT2Config(**GPT2 | {"attn_pdrop": 0.1})), "attn_pdrop"),
+    ):
+        batch = shared_prompts(model, PROMPTS, ANSWERS)
+        with pytest.raises(NotImplementedError, match=rf"dropout_p \({field} in the model's config\)"):
+            model.train()(**batch)
 
 
 def test_models_that_read_the_order_in_memory_are_refused():

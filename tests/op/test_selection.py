@@ -262,11 +262,33 @@ def test_the_floor_of_packed_sequences_counts_tiles_of_all_heads_that_share_them
     for wrong in ([9], [12, -2]):
         with pytest.raises(ValueError, match=r"lengths must be at least 0 and add up to the call's 10 "):
             found.floor(wrong)
-    with pytest.raises(ValueError, match=r"the call's 0 packed tokens, got \[10\]"):
+    with pytest.raises(ValueError, match=r"packed sequences .* got \[10\] for a call without any"):
         flashtile.explain(q[None], q[None], q[None]).floor([10])
+    assert found.floor(torch.tensor([4, 6])) == found.floor((4, 6))
+    for wrong in ("46", 10, None, [4.5, 5.5], [4, "6"], torch.tensor([4.5, 5.5])):
+        with pytest.raises(TypeError, match="lengths must be "):
+            found.floor(wrong)
     more = torch.empty(11, 2, 64, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ValueError, match=r"lengths are those of 10 queries, but the call has 11 keys"):
         flashtile.explain(q, more, more, **packed).floor([10])
+
+
+def test_explain_of_a_tree_and_of_functions_that_it_cannot_explain():
+    q, offsets = torch.randn(8, 4, 16), torch.tensor([0, 3, 8])
+    tree = q, q, q, offsets, torch.tensor([-1, 0])
+    assert flashtile.explain(flashtile.tree_attention, *tree).operations == ("forward", "backward")
+    with pytest.raises(ValueError, match="a function that calls flashtile, got sin, which launches nothing"):
+        flashtile.explain(torch.sin, q)
+    with pytest.raises(ValueError, match="a function that calls flashtile, got sin, which launches nothing"):
+        flashtile.linear.explain(torch.sin, q)
+    with pytest.raises(TypeError, match="at most 3 arguments of attention by position, got 7: pass another"):
+        flashtile.explain(q, q, q, offsets, offsets, 5, 5, causal=True)
+
+    def reads(q):
+        return flashtile.attention(q, q, q, softmax_scale=float(q.sum()))
+
+    with pytest.raises(NotImplementedError, match="need no values of their tensors, got reads"):
+        flashtile.explain(reads, q[None])
 
 
 def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):

@@ -384,16 +384,36 @@ def test_tangents_and_vmap_of_calls_without_a_common_batch(name, order):
 
 
 def test_tangents_that_no_backend_computes_are_those_of_standard_attention(monkeypatch):
-    """Of statistics, for example, or with a backend that has no kernel for them."""
+    """Of calls with statistics, for example."""
     q, k, v = dense(dtype=torch.float64)
     standard = Standard(monkeypatch)
     along = partial(torch.func.jvp, primals=(q, k, v), tangents=(q.cos(), k.cos(), v.cos()))
     expected = along(partial(flashtile.attention, causal=True))
     assert standard.calls == 0
-    assert_same(along(partial(flashtile.attention, causal=True, backend="hopper")), expected)
+    of_statistics = partial(flashtile.attention, causal=True, return_entropy=True)
+    assert_same(along(lambda *tensors: of_statistics(*tensors)[0]), expected)
     assert standard.calls == 1
     with pytest.raises(ValueError, match="backend must be None or one of"):
         along(partial(flashtile.attention, backend="fast"))
+
+
+def test_a_call_with_tangents_obeys_its_backend_like_a_plain_call(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q, k, v = dense(dtype=torch.float64)
+    jvp, vmap, sink = torch.func.jvp, torch.func.vmap, torch.zeros(q.shape[2], dtype=q.dtype)
+    for backend in ("portable", "hopper"):
+        call = partial(flashtile.attention, backend=backend)
+        of_q = lambda x, call=call, **options: call(x, k, v, **options)  # noqa: E731
+        for run in (
+            lambda of_q=of_q: of_q(q),
+            lambda of_q=of_q: jvp(of_q, (q,), (q,)),
+            lambda of_q=of_q: jvp(lambda s: of_q(q, sink=s), (sink,), (sink,)),
+            lambda of_q=of_q: jvp(partial(of_q, return_entropy=True), (q,), (q,)),
+            lambda of_q=of_q: jvp(lambda x: jvp(of_q, (x,), (q,)), (q,), (q,)),
+            lambda of_q=of_q: jvp(vmap(of_q), (q[None],), (q[None],)),
+        ):
+            with pytest.raises(NotImplementedError, match=f"backend='{backend}' does not serve this call"):
+                run()
 
 
 def test_packed_sequences_have_tangents():

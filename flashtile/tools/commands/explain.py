@@ -69,8 +69,8 @@ def explain(
         str | None,
         typer.Option(
             "--lengths",
-            help="Lengths of packed sequences, separated by commas, instead of --batch and --seqlen-q. With "
-            "costs: the floor of this batch, and the products of the tiles that its kernels visit.",
+            help="Lengths of packed sequences, separated by commas, instead of --batch and --seqlen-q. "
+            "Adds the floor of this batch, and the products of the tiles that its kernels visit.",
         ),
     ] = None,
     seqused_k: Annotated[
@@ -223,7 +223,7 @@ def explain(
         typer.echo(
             "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
         )
-    if costed and lengths:
+    if lengths:
         typer.echo(explanation.floor(lengths))
     if memory:
         chosen = card or find_card("h100")
@@ -258,14 +258,15 @@ def _explain_model(context: typer.Context, place: torch.device) -> None:
         console().print(model_table(model, lengths, given["batch"], dtype, card))
 
 
-def _lengths(text: str, option: str = "--seqlen") -> tuple[int, ...]:
+def _lengths(text: str, option: str = "--seqlen", least: int = 1) -> tuple[int, ...]:
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         lengths = ()
-    if not lengths or not all(1 <= length <= MAX_COSTED_TOKENS for length in lengths):
+    if not any(lengths) or not all(least <= length <= MAX_COSTED_TOKENS for length in lengths):
+        some = "" if least else ", not all of them 0"
         raise typer.BadParameter(
-            f"{option} must be numbers from 1 to {MAX_COSTED_TOKENS} by commas, got {text!r}"
+            f"{option} must be numbers from {least} to {MAX_COSTED_TOKENS} by commas{some}, got {text!r}"
         )
     return lengths
 
@@ -277,7 +278,7 @@ def _packed_lengths(context: typer.Context, text: str) -> tuple[int, ...]:
         if source is not None and source.name == "COMMANDLINE":
             option = name.replace("_", "-")
             raise typer.BadParameter(f"--lengths are those of a whole batch, got --{option} as well")
-    return _lengths(text, "--lengths")
+    return _lengths(text, "--lengths", 0)
 
 
 def _card(name: str | None, place: torch.device) -> Card | None:

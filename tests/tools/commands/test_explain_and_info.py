@@ -79,9 +79,12 @@ def test_explain_of_packed_lengths():
     assert "33% of the scores in visited tiles of 64 x 64 are visible" in text
     assert f"the products of whole tiles are {whole:,.1f} GFLOPs" in text
     assert f"{(4 * tensors + lse) / 2**10:.0f} KiB" in text  # q, k, v and out of 128 tokens
-    result = invoke(explain, *shape, "--batch", "2")
-    assert result.exit_code == 2
-    assert "--batch" in result.output
+    here = invoke(explain, *shape[:-1], "100,0,28")
+    assert f"{least:,.1f} GFLOPs" in here.output.splitlines()[3]
+    for more, words in ((("--batch", "2"), "--batch"), (("--lengths", "0,0"), "not all of them 0")):
+        result = invoke(explain, *shape, *more)
+        assert result.exit_code == 2
+        assert words in result.output
 
 
 def test_explain_over_a_cache():

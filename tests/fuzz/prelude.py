@@ -293,8 +293,9 @@ def agree(call, ours, exact, *, gradients=True, upstream=(), again=True, scores_
 
 
 def _error(x: Tensor, right: Tensor) -> Tensor:
+    """Return the absolute errors: 0 where both are NaN, as by a score function that is NaN for a visible score."""
     x, right = x.double(), right.double()
-    return torch.where(x == right, 0.0, x - right).abs()
+    return torch.where((x == right) | (x.isnan() & right.isnan()), 0.0, x - right).abs()
 
 
 def _size(x: Tensor) -> float:

@@ -122,8 +122,10 @@ def test_a_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_rule_refuses_nan_and_a_wrong_infinity() -> None:
-    right = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
-    for wrong in ([1.0, 5.0], [1.0, torch.nan], [1.0, torch.inf], [1.001, -torch.inf]):
+    """NaN is right where the result is NaN, as by a score function that takes the root of a negative number."""
+    right = torch.tensor([1.0, -torch.inf, torch.nan], dtype=torch.float64)
+    inf, nan = torch.inf, torch.nan
+    for wrong in ([1, 5, nan], [1, nan, nan], [1, inf, nan], [1.001, -inf, nan], [1, -inf, 0]):
         with pytest.raises(Wrong, match="result 0 is off"):
             compare("result 0", torch.tensor(wrong), right, right, [right], torch.float32)
     compare("result 0", right.float(), right, right, [right], torch.float32)

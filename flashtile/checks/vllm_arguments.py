@@ -448,10 +448,11 @@ def check_argument(table: Mapping[str, Argument], name: str, value: Any) -> None
     raise NotImplementedError(f"{name} {allowed}, got {value!r:.60}: {words}")
 
 
-def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
+def takes_also(table: Mapping[str, Argument], other: type | None = None) -> Callable[[T], T]:
     """Return a decorator of a function or a class, which then also takes the arguments of ``table``.
 
-    The signature stays as it is. A name that neither has raises TypeError with the names that are like it.
+    The signature stays as it is. A name that neither has raises TypeError, which says that the class
+    ``other`` has it, or which name is like it.
     """
 
     def decorate(target: T) -> T:
@@ -466,6 +467,8 @@ def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
                 if name not in table:
                     like = difflib.get_close_matches(name, [*known, *table], 1)
                     hint = f"; did you mean {like[0]}?" if like else ""
+                    if other is not None and name in inspect.signature(other).parameters:
+                        hint = f": it is an argument of {other.__name__}"
                     raise TypeError(f"{named} has no argument {name}{hint}")
                 check_argument(table, name, given.pop(name))
             return function(self, *args, **given)

@@ -151,6 +151,10 @@ def test_guided_json_names_structured_outputs():
 def test_a_misspelt_argument_is_told_the_nearest(tmp_path):
     with pytest.raises(TypeError, match="LLM has no argument max_model_length; did you mean max_model_len"):
         LLM(tmp_path, max_model_length=3)
+    with pytest.raises(TypeError, match="LLM has no argument n: it is an argument of SamplingParams"):
+        LLM("folder", n=8)
+    with pytest.raises(TypeError, match=r"LLM\.generate has no argument n: it is .* of SamplingParams"):
+        LLM.generate(None, "a", n=8)
     with pytest.raises(TypeError, match="SamplingParams has no argument max_token; did you mean max_tokens"):
         SamplingParams(max_token=3)
 

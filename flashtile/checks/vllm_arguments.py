@@ -429,6 +429,12 @@ CALL_ARGUMENTS: dict[str, Argument] = {
 }
 """Arguments of vLLM's methods of ``LLM``, those of all together."""
 
+CHANGE_ARGUMENTS: dict[str, Argument] = {
+    **_ignored("the engine sleeps only without unfinished requests: await or abort them first", "mode"),
+    **_each("the engine shares no blocks with other engines", reset_connector=False),
+}
+"""Arguments of vLLM's ``LLM.sleep`` and ``LLM.reset_prefix_cache``."""
+
 NO_METHODS = {
     **dict.fromkeys(("embed", "encode", "classify", "reward"), f"the engine generates text only; {IN_VLLM}"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model is llm.engine.runner.model"),

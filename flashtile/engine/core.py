@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.checks.arguments import as_int_within, is_choice
-from flashtile.checks.conversions import as_int
+from flashtile.checks.conversions import as_int, check_flag
 from flashtile.engine.beam import BeamSearch
 from flashtile.engine.config import model_folder
 from flashtile.engine.detokenizer import Detokenizer
@@ -287,10 +287,14 @@ class Engine:
                 outputs.append(output)
         return outputs
 
-    def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache and return the number of blocks that it held."""
-        self.on_change("reset_prefix_cache", (), {})
-        return self.scheduler.manager.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
+        """Empty the prefix cache and return the number of blocks that it held.
+
+        The argument is that of :meth:`flashtile.engine.LLM.reset_prefix_cache`.
+        """
+        check_flag("reset_running_requests", reset_running_requests)
+        self.on_change("reset_prefix_cache", (reset_running_requests,), {})
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def update_weights(self, named_tensors: NamedTensors) -> None:
         """Replace all weights (:meth:`flashtile.engine.LLM.update_weights`)."""

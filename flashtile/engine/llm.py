@@ -16,7 +16,13 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.checks.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, NO_METHODS, takes_also
+from flashtile.checks.vllm_arguments import (
+    CALL_ARGUMENTS,
+    CHANGE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    NO_METHODS,
+    takes_also,
+)
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, NamedTensors, Prompt, scores
 from flashtile.engine.groups import PrefixGroups
@@ -338,6 +344,7 @@ class LLM:
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         return self._run(prompts, params, priority)
 
+    @takes_also(CALL_ARGUMENTS)
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """Return the log-probability of each token of a sequence but the first, given those before it.
 
@@ -361,6 +368,7 @@ class LLM:
             for (name, _), (tokens, _), output in zip(named, requests, outputs, strict=True)
         ]
 
+    @takes_also(CALL_ARGUMENTS, SamplingParams)
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
     ) -> list[str]:
@@ -371,6 +379,7 @@ class LLM:
         many = _as_prompts(prompts)
         return self._add(many, [sampling_params] * len(many), [priority] * len(many))
 
+    @takes_also(CALL_ARGUMENTS)
     def wait_for_completion(self) -> list[RequestOutput]:
         """Compute until every queued request is finished. Return the outputs in the order of their ids."""
         while self.engine.has_unfinished:
@@ -391,9 +400,17 @@ class LLM:
         """Return the engine's present state and its totals since the start."""
         return self.engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True."""
-        self.engine.reset_prefix_cache()
+    @takes_also(CHANGE_ARGUMENTS)
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True.
+
+        Args:
+            reset_running_requests: unfinished requests give up their keys and values as well. The next step
+                preempts them, and later steps compute their tokens again; answers stay. False: they keep
+                their blocks, which enter the prefix cache again later. In vLLM, the cache then stays as it
+                is, and the result is False.
+        """
+        self.engine.reset_prefix_cache(reset_running_requests)
         return True
 
     def update_weights(self, named_tensors: NamedTensors) -> None:
@@ -415,6 +432,7 @@ class LLM:
         """
         self.engine.update_weights(named_tensors)
 
+    @takes_also(CHANGE_ARGUMENTS)
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
 

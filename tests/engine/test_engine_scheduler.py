@@ -187,7 +187,7 @@ def test_what_never_fits_is_refused():
 @walk("host_blocks", [0, 5, 40])
 @walk("seed", range(6))
 def test_random_programs_lose_nothing(seed, host_blocks):
-    """Requests of all kinds in a small pool, some aborted: all end, and no block stays."""
+    """Requests of all kinds in a small pool, some aborted, some reset: all end, and no block stays."""
     draw = random.Random(seed)
     world = World(blocks=draw.choice([8, 12]), seqs=5, budget=draw.choice([6, 24]), host_blocks=host_blocks)
     aborted = set()
@@ -204,7 +204,15 @@ def test_random_programs_lose_nothing(seed, host_blocks):
                 aborted.add(request)
                 for sequence in request.sequences:
                     world.scheduler.finish(sequence, "abort")
-        world.step()
+        resets = draw.random() < 0.03
+        if resets:
+            world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        entries = world.step().entries
+        if resets:
+            assert all(entry.start == 0 for entry in entries)
+            assert {one.block_sequence for entry in entries for one in (entry.sequence, *entry.samples)} == {
+                *world.scheduler.manager.sequences
+            }
     for _ in range(2000):
         if all(request.finished for request in world.requests):
             break

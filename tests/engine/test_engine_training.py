@@ -12,7 +12,14 @@ from engine_models import folder, load, prompts, transformers_model
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile.engine import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from flashtile.engine import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    EngineDeadError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from flashtile.engine import model as model_module
 from flashtile.engine import runner as runner_module
 from flashtile.engine.weights import given_weights
@@ -208,6 +215,39 @@ def test_weights_that_fail_half_way_are_not_used(monkeypatch):
         answers(llm)
     llm.update_weights(good)
     assert answers(llm) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True, "max_num_batched_tokens": 8, "max_num_seqs": 8},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        {"num_gpu_blocks_override": 32, "swap_space": 1, "max_model_len": 64},
+    ],
+    ids=["whole", "chunks", "guesses", "swapped"],
+)
+def test_running_requests_give_up_their_keys(options):
+    """All keys are wrong after the reset, as after a change of the weights, and answers stay the same."""
+    llm = load("llama3", block_size=4, batch_invariant=True, **options)
+    fixed = {"max_tokens": 20, "ignore_eos": True, "logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
+    params = [SamplingParams(n=n, seed=n, **fixed) for n in (3, 4, 2, 1)]
+    params.insert(0, BeamSearchParams(beam_width=3, max_tokens=8))
+    expected = [output.outputs for output in llm.generate(prompts(), params)]
+    memory = llm.engine.runner.memory
+    for steps in (1, 2, 3, 9):
+        llm.reset_prefix_cache()
+        for i, prompt in enumerate(prompts()):
+            llm.engine.add_request(str(i), prompt, params[i])
+        outputs = [output for _ in range(steps) for output in llm.engine.step()]
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        before = llm.get_metrics().num_preemptions
+        memory.k.fill_(torch.nan)
+        while llm.engine.has_unfinished:
+            outputs += llm.engine.step()
+        assert llm.get_metrics().num_preemptions > before
+        found = {output.request_id: output.outputs for output in outputs if output.finished}
+        assert [found[str(i)] for i in range(len(params))] == expected
 
 
 def test_weights_that_were_dropped_stay_dropped():

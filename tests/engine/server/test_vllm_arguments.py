@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import re
+import unittest.mock
 from contextlib import closing
 from pathlib import Path
 
@@ -106,6 +107,19 @@ def test_methods_take_every_argument_of_vllm_with_its_default():
             assert known, f"{method.__name__} of vLLM {release} has {name}"
             if name in CALL_ARGUMENTS:
                 check_argument(CALL_ARGUMENTS, name, default)
+
+
+def test_other_methods_take_the_arguments_of_vllm():
+    llm = LLM.__new__(LLM)
+    llm.engine = unittest.mock.MagicMock()
+    llm.sleep(level=1, mode="abort")
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    assert llm.score([], use_tqdm=False) == []
+    assert llm.enqueue([], SamplingParams(), use_tqdm=False, lora_request=None) == []
+    with pytest.raises(NotImplementedError, match="reset_connector must be False, got True"):
+        llm.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(TypeError, match=r"LLM\.sleep has no argument tags"):
+        llm.sleep(tags=["weights"])
 
 
 @walk("kind", [BeamSearchParams, StructuredOutputsParams])

@@ -503,7 +503,7 @@ class Engine:
 
     def _take_token(self, sequence: Sequence, token: int, scores: Scores | None) -> None:
         request, params = sequence.request, sequence.request.params
-        sequence.tokens.append(token)
+        sequence.append(token)
         self._generation_tokens += 1
         if scores is not None:
             if sequence.logprobs is None:

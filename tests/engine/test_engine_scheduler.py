@@ -50,7 +50,7 @@ class World:
         for sequence in self.in_flight:
             sequence.pending -= 1
             if sequence.state is not State.FINISHED:
-                sequence.tokens.append(7)
+                sequence.append(7)
                 if len(sequence.outputs) == sequence.request.max_outputs:
                     self.scheduler.finish(sequence, "length")
         self.in_flight = [one for entry in schedule.entries for one in entry.samples]
@@ -147,6 +147,17 @@ def test_a_fork_calls_few_functions():
     forks = functions(32, 9) - functions(2, 9)
     assert forks < 30 * 20
     assert functions(32, 41) - functions(2, 41) == forks  # the length of the prompt does not matter
+
+
+def test_a_prompt_is_copied_when_its_answers_get_tokens():
+    """Not before the step that draws these tokens is launched."""
+    world = World(seqs=3)
+    request = world.add(10, outputs=3, n=3)
+    world.step()
+    assert len({id(one.tokens) for one in request.sequences}) == 1
+    world.step()
+    assert len({id(one.tokens) for one in request.sequences}) == 3
+    assert [one.tokens for one in request.sequences] == [[*request.prompt_token_ids, 7]] * 3
 
 
 def test_answers_to_come_have_their_seats():

@@ -325,8 +325,8 @@ def given_weights(
         if hasattr(tensor, "full_tensor"):
             raise TypeError(f"named_tensors must be whole tensors, got a DTensor: call {name}.full_tensor()")
         if tensor.layout != torch.strided or tensor.is_nested:
-            got = "a nested tensor" if tensor.is_nested else tensor.layout
-            raise TypeError(f"named_tensors must be dense tensors, got {got} for {name!r}")
+            kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"named_tensors must be dense tensors, got {kind} for {name!r}")
         memory = tensor.untyped_storage()
         if memory.device.type == "meta" or not memory.nbytes():
             raise ValueError(f"named_tensors must have memory, got none for {name!r} ({memory.device})")

@@ -88,6 +88,7 @@ def test_wrong_weights_are_refused_before_anything_changes(subtests):
     llm, good = load("llama3", block_size=4), weights_of("llama3")
     expected, norm = answers(llm), "model.norm.weight"
     others = {name: tensor for name, tensor in good.items() if name != norm}
+    nested = torch.nested.nested_tensor([good[norm]], layout=torch.jagged)
     for given, error, words in (
         (others, ValueError, f"none for '{norm}' .1 of {len(good)} are missing"),
         ({}, ValueError, f"none for 'model.embed_tokens.weight' .{len(good)} of {len(good)} are missing"),
@@ -101,7 +102,7 @@ def test_wrong_weights_are_refused_before_anything_changes(subtests):
         ({**good, norm: without_numbers(good[norm])}, ValueError, f"memory, got none for '{norm}' .meta"),
         ({**good, norm: without_memory(good[norm])}, ValueError, f"have memory, got none for '{norm}' .cpu"),
         ({**good, norm: good[norm].to_sparse()}, TypeError, "dense tensors, got torch.sparse_coo"),
-        ({**good, norm: torch.nested.nested_tensor([good[norm]])}, TypeError, "got a nested tensor"),
+        ({**good, norm: nested}, TypeError, "dense tensors, got a nested tensor"),
         ({**good, norm: good[norm].cfloat()}, TypeError, "floating-point tensors, got torch.complex64"),
         ({**good, norm: llm.engine.runner.model.norm.weight}, ValueError, f"got '{norm}': clone it"),
         (transformers_model("llama3"), TypeError, r"the module LlamaForCausalLM: pass its state_dict\(\)"),

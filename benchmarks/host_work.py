@@ -141,7 +141,7 @@ def receive(schedule: SchedulerOutput) -> None:
     """Append a token to each sequence of a step."""
     for entry in schedule.entries:
         for sequence in entry.samples:
-            sequence.tokens.append(1)
+            sequence.append(1)
             sequence.pending -= 1
 
 

@@ -429,6 +429,12 @@ CALL_ARGUMENTS: dict[str, Argument] = {
 }
 """Arguments of vLLM's methods of ``LLM``, those of all together."""
 
+CHANGE_ARGUMENTS: dict[str, Argument] = {
+    **_ignored("the engine sleeps only without unfinished requests: await or abort them first", "mode"),
+    **_each("the engine shares no blocks with other engines", reset_connector=False),
+}
+"""Arguments of vLLM's ``LLM.sleep`` and ``LLM.reset_prefix_cache``."""
+
 NO_METHODS = {
     **dict.fromkeys(("embed", "encode", "classify", "reward"), f"the engine generates text only; {IN_VLLM}"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model is llm.engine.runner.model"),
@@ -448,10 +454,11 @@ def check_argument(table: Mapping[str, Argument], name: str, value: Any) -> None
     raise NotImplementedError(f"{name} {allowed}, got {value!r:.60}: {words}")
 
 
-def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
+def takes_also(table: Mapping[str, Argument], other: type | None = None) -> Callable[[T], T]:
     """Return a decorator of a function or a class, which then also takes the arguments of ``table``.
 
-    The signature stays as it is. A name that neither has raises TypeError with the names that are like it.
+    The signature stays as it is. A name that neither has raises TypeError, which says that the class
+    ``other`` has it, or which name is like it.
     """
 
     def decorate(target: T) -> T:
@@ -466,6 +473,8 @@ def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
                 if name not in table:
                     like = difflib.get_close_matches(name, [*known, *table], 1)
                     hint = f"; did you mean {like[0]}?" if like else ""
+                    if other is not None and name in inspect.signature(other).parameters:
+                        hint = f": it is an argument of {other.__name__}"
                     raise TypeError(f"{named} has no argument {name}{hint}")
                 check_argument(table, name, given.pop(name))
             return function(self, *args, **given)

@@ -175,9 +175,9 @@ class AsyncLLM:
         """Return whether memory that :meth:`sleep` freed is not allocated yet."""
         return await self.call(lambda engine: engine.is_sleeping)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Always returns True. Blocks of unfinished requests enter it again later."""
-        await self.call(Engine.reset_prefix_cache)
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache, as :meth:`flashtile.engine.LLM.reset_prefix_cache`."""
+        await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))
         return True
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:

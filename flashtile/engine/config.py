@@ -204,27 +204,32 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def model_folder(model: str | Path) -> Path:
+def model_folder(model: str | Path, name: str = "model") -> Path:
     """Return the folder of a model: ``model`` itself, or the newest snapshot of ``ORGANISATION/NAME``.
 
     Snapshots are looked up in Hugging Face's hub cache (``HF_HUB_CACHE``, or ``hub`` in ``HF_HOME``). Nothing
-    is downloaded. A path that is neither a folder nor such a name is returned unchanged.
+    is downloaded. A path that is neither a folder nor such a name is returned unchanged. Errors call the
+    argument ``name``.
 
     Raises:
+        TypeError: ``model`` is no path.
         FileNotFoundError: the cache does not have the model.
     """
-    folder, name = Path(model), str(model)
-    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+    if not isinstance(model, (str, os.PathLike)):
+        got = type(model).__name__
+        raise TypeError(f"{name} must be a folder, or a name in Hugging Face's cache, got {got}")
+    folder, model = Path(model), str(model)
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         return folder
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    stored = cache / f"models--{name.replace('/', '--')}"
+    stored = cache / f"models--{model.replace('/', '--')}"
     head = stored / "refs" / "main"
     snapshot = stored / "snapshots" / (head.read_text().strip() if head.is_file() else "none")
     if not snapshot.is_dir():
         raise FileNotFoundError(
-            f"model must be a folder, or a name in the hub cache {cache}, got {name!r}; "
-            f"`hf download {name}` downloads it"
+            f"{name} must be a folder, or a name in the hub cache {cache}, got {model!r}; "
+            f"`hf download {model}` downloads it"
         )
     return snapshot
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.checks.arguments import as_int_within, is_choice
-from flashtile.checks.conversions import as_int
+from flashtile.checks.conversions import as_int, check_flag
 from flashtile.engine.beam import BeamSearch
 from flashtile.engine.config import model_folder
 from flashtile.engine.detokenizer import Detokenizer
@@ -123,6 +123,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        name: str = "prompt",
     ) -> Request:
         """Queue a request.
 
@@ -132,6 +133,7 @@ class Engine:
             params: sampling or beam search parameters.
             priority: lower values are scheduled first.
             cache_salt: only requests with the same salt share blocks through the prefix cache.
+            name: what errors call the prompt.
 
         Raises:
             TypeError, ValueError, NotImplementedError: an argument is invalid or not supported. Nothing is
@@ -143,15 +145,17 @@ class Engine:
             raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if self.is_sleeping:
-            raise ValueError("wake_up must be called before requests of an engine that sleeps")
+        self._check_awake("requests")
         if not self.runner.has_weights:
-            raise ValueError("update_weights must be called before requests of an engine without weights")
-        text, tokens = self.tokens_of(prompt)
+            raise ValueError(
+                "the engine must have weights for requests, but sleep(level=2) or an update that failed left "
+                "it without: call update_weights first"
+            )
+        text, tokens = self.tokens_of(prompt, name)
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ValueError(
-                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, "
+                f"{name} must be shorter than max_model_len={self.max_model_len} tokens, "
                 f"the model's maximum context length, got {len(tokens)}"
             )
         beam = params if isinstance(params, BeamSearchParams) else None
@@ -199,38 +203,45 @@ class Engine:
         self.structures.compile(structure, size)
         self.on_change("compile_structure", (structure, size), {})
 
-    def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens."""
+    def tokens_of(self, prompt: Prompt, name: str = "prompt") -> tuple[str | None, list[int]]:
+        """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens.
+
+        Errors call the prompt ``name``.
+        """
         text: Any = None
+        name_of_tokens = name
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown:
                 raise NotImplementedError(
-                    f"prompt must be a dict with the keys prompt or prompt_token_ids, got {sorted(unknown)}"
+                    f"{name} must be a dict with the keys prompt or prompt_token_ids, got "
+                    f"{sorted(map(str, unknown))}"
                 )
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
             given = text if tokens is None else tokens
             if not (text is None or isinstance(text, str)) or isinstance(tokens, str):
                 raise TypeError(
-                    "prompt must be a string, and prompt_token_ids must be a list of tokens, "
+                    f"{name} must have a string as prompt and a list of tokens as prompt_token_ids, "
                     f"got {type(text).__name__} and {type(tokens).__name__}"
                 )
             prompt = given
+            name_of_tokens = f"prompt_token_ids of {name}"
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("prompt must be a list of tokens without a tokenizer, got a string")
+                raise ValueError(f"{name} must be a list of tokens without a tokenizer, got a string")
             text, prompt = prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)):
-            raise TypeError(f"prompt must be a string or a list of tokens, got {type(prompt).__name__}")
+            raise TypeError(f"{name} must be a string or a list of tokens, got {type(prompt).__name__}")
         if set(map(type, prompt)) == {int}:  # fast path: as_int for each token would delay the answer
             found = list(prompt)
         else:
-            found = [as_int("prompt_token_ids", token) for token in prompt]
+            found = [as_int(f"token {i} of {name_of_tokens}", token) for i, token in enumerate(prompt)]
         if not found:
-            raise ValueError("prompt must have at least one token, got 0")
+            raise ValueError(f"{name} must have at least one token, got 0")
         if min(found) < 0 or max(found) >= self.config.vocab_size:
             wrong = min(found) if min(found) < 0 else max(found)
-            raise ValueError(f"prompt_token_ids must be from 0 to {self.config.vocab_size - 1}, got {wrong}")
+            place, last = f"token {found.index(wrong)} of {name_of_tokens}", self.config.vocab_size - 1
+            raise ValueError(f"{place} must be from 0 to {last}, got {wrong}")
         return text, found
 
     @property
@@ -276,17 +287,20 @@ class Engine:
                 outputs.append(output)
         return outputs
 
-    def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache and return the number of blocks that it held."""
-        self.on_change("reset_prefix_cache", (), {})
-        return self.scheduler.manager.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
+        """Empty the prefix cache and return the number of blocks that it held.
+
+        The argument is that of :meth:`flashtile.engine.LLM.reset_prefix_cache`.
+        """
+        check_flag("reset_running_requests", reset_running_requests)
+        self.on_change("reset_prefix_cache", (reset_running_requests,), {})
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def update_weights(self, named_tensors: NamedTensors) -> None:
         """Replace all weights (:meth:`flashtile.engine.LLM.update_weights`)."""
         runner, model = self.runner, self.runner.model
         self._check_no_requests("update_weights")
-        if WEIGHTS in runner.asleep:
-            raise ValueError("wake_up must be called before update_weights of an engine that sleeps")
+        self._check_awake("update_weights", WEIGHTS)
         given = model.config, runner.device, model.embedding.dtype, model.ranks
         if isinstance(named_tensors, (str, Path)):
             folder = model_folder(named_tensors)
@@ -294,7 +308,7 @@ class Engine:
             if has_own_head(folder, model.config, model.embedding.dtype):
                 raise ValueError(OWN_HEAD)
         else:
-            weights = given_weights(named_tensors, *given)
+            weights = given_weights(named_tensors, *given, present=model.weights)
         model.check_e4m3(weights)
         self.on_change("update_weights", (named_tensors,), {})
         self.scheduler.manager.reset_prefix_cache()
@@ -306,8 +320,7 @@ class Engine:
         """Free memory until :meth:`wake_up` (:meth:`flashtile.engine.LLM.sleep`)."""
         level = as_int_within("level", level, 1, 2)
         self._check_no_requests("sleep")
-        if self.is_sleeping:
-            raise ValueError("wake_up must be called before sleep of an engine that sleeps")
+        self._check_awake("sleep")
         self.on_change("sleep", (level,), {})
         self.scheduler.manager.reset_prefix_cache()
         self.runner.sleep(keep_weights=level == 1)
@@ -327,8 +340,10 @@ class Engine:
         """Whether memory that :meth:`sleep` freed is not allocated yet."""
         return bool(self.runner.asleep)
 
-    def score_request(self, prompt: Prompt) -> tuple[list[int], SamplingParams]:
+    def score_request(self, prompt: Prompt, name: str = "prompt") -> tuple[list[int], SamplingParams]:
         """Return the tokens to score, and the parameters of a request for all of them but the last.
+
+        Errors call the prompt ``name``.
 
         The last token is the request's answer, which has no alternative: the prompt may then fill
         ``max_model_len``. :func:`scores` reads the request's output.
@@ -336,10 +351,10 @@ class Engine:
         if self.runner.logprobs_mode != LOGPROBS_MODES[0]:
             got = self.runner.logprobs_mode
             raise ValueError(f"logprobs_mode must be {LOGPROBS_MODES[0]!r} for score, got {got!r}")
-        _, tokens = self.tokens_of(prompt)
+        _, tokens = self.tokens_of(prompt, name)
         if not 2 <= len(tokens) <= self.max_model_len:
             allowed = f"2 to max_model_len={self.max_model_len}"
-            raise ValueError(f"prompts must have {allowed} tokens for score, got {len(tokens)}")
+            raise ValueError(f"{name} must have {allowed} tokens for score, got {len(tokens)}")
         return tokens, SamplingParams(
             temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False,
             allowed_token_ids=tokens[-1:], output_kind=RequestOutputKind.FINAL_ONLY,
@@ -355,6 +370,16 @@ class Engine:
             scheduler.prefix_queries, scheduler.prefix_hits,
             *(() if groups is None else (groups.num_read, groups.num_saved)),
         )  # fmt: skip
+
+    def _check_awake(self, purpose: str, *tags: str) -> None:
+        """Raise ValueError if memory with one of the tags is freed, by default with any tag."""
+        freed = [tag for tag in tags or (WEIGHTS, KV_CACHE) if tag in self.runner.asleep]
+        if freed:
+            memory = " and ".join(freed)
+            raise ValueError(
+                f"the engine must be awake for {purpose}, but its memory of {memory} is freed: "
+                "call wake_up first"
+            )
 
     def _check_no_requests(self, method: str) -> None:
         # A step may be in flight, launched before the last token of an answer was read. It is of no more use.
@@ -478,7 +503,7 @@ class Engine:
 
     def _take_token(self, sequence: Sequence, token: int, scores: Scores | None) -> None:
         request, params = sequence.request, sequence.request.params
-        sequence.tokens.append(token)
+        sequence.append(token)
         self._generation_tokens += 1
         if scores is not None:
             if sequence.logprobs is None:
@@ -634,10 +659,13 @@ class Engine:
         return len({block for table in tables for block in table}), sum(map(len, tables))
 
 
-def scores(tokens: list[int], output: RequestOutput) -> list[float]:
-    """Return the log-probabilities of all tokens but the first, from the output of a request that scores."""
+def scores(tokens: list[int], output: RequestOutput, name: str = "prompt") -> list[float]:
+    """Return the log-probabilities of all tokens but the first, from the output of a request that scores.
+
+    Errors call the tokens ``name``.
+    """
     answer = output.outputs[0]
     if answer.finish_reason in ("abort", "error"):
-        raise RuntimeError(f"score: {answer.stop_reason or 'the request was aborted'}")
+        raise RuntimeError(f"score of {name}: {answer.stop_reason or 'the request was aborted'}")
     entries: list[Any] = [*(output.prompt_logprobs or ())[1:], *(answer.logprobs or ())]
     return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]

@@ -16,7 +16,13 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.checks.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, NO_METHODS, takes_also
+from flashtile.checks.vllm_arguments import (
+    CALL_ARGUMENTS,
+    CHANGE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    NO_METHODS,
+    takes_also,
+)
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, NamedTensors, Prompt, scores
 from flashtile.engine.groups import PrefixGroups
@@ -42,7 +48,7 @@ MAX_DEFAULT_LENGTH = 2**20
 CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-@takes_also(LLM_ARGUMENTS)
+@takes_also(LLM_ARGUMENTS, SamplingParams)
 class LLM:
     """A model and its engine.
 
@@ -195,7 +201,7 @@ class LLM:
         )
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
-        text = None if skip_tokenizer_init else _fitting_tokenizer(model_folder(tokenizer or folder), config)
+        text = None if skip_tokenizer_init else _fitting_tokenizer(tokenizer or folder, config)
         draft_config = _draft_config(speculation, config) if isinstance(speculation, DraftModel) else None
         ranks = ProcessRanks(processes, self.device) if processes > 1 else ALONE
         if self.device.type == "cuda":
@@ -260,7 +266,7 @@ class LLM:
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
-    @takes_also(CALL_ARGUMENTS)
+    @takes_also(CALL_ARGUMENTS, SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -284,11 +290,9 @@ class LLM:
             TypeError, ValueError, NotImplementedError: an argument is invalid or not supported. Nothing is
                 computed then.
         """
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
         return self._run(prompts, sampling_params, priority)
 
-    @takes_also(CALL_ARGUMENTS)
+    @takes_also(CALL_ARGUMENTS, SamplingParams)
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -319,10 +323,12 @@ class LLM:
             )
             for conversation in conversations
         ]  # fmt: skip
-        tokens = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)} for text in prompts]
-        return self.generate(tokens, sampling_params, priority=priority)
+        tokens: Any = [
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)} for text in prompts
+        ]
+        return self._run(tokens[0] if one else tokens, sampling_params, priority, "messages")
 
-    @takes_also(CALL_ARGUMENTS)
+    @takes_also(CALL_ARGUMENTS, SamplingParams)
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -338,6 +344,7 @@ class LLM:
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         return self._run(prompts, params, priority)
 
+    @takes_also(CALL_ARGUMENTS)
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """Return the log-probability of each token of a sequence but the first, given those before it.
 
@@ -353,10 +360,15 @@ class LLM:
                 ``logprobs_mode`` than "raw_logprobs".
             RuntimeError: the model's logits are NaN or infinite.
         """
-        requests = [self.engine.score_request(prompt) for prompt in _as_prompts(prompts)]
+        named = _as_prompts(prompts)
+        requests = [self.engine.score_request(prompt, name) for name, prompt in named]
         outputs = self._run([tokens[:-1] for tokens, _ in requests], [one for _, one in requests], None)
-        return [scores(tokens, output) for (tokens, _), output in zip(requests, outputs, strict=True)]
+        return [
+            scores(tokens, output, name)
+            for (name, _), (tokens, _), output in zip(named, requests, outputs, strict=True)
+        ]
 
+    @takes_also(CALL_ARGUMENTS, SamplingParams)
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
     ) -> list[str]:
@@ -367,6 +379,7 @@ class LLM:
         many = _as_prompts(prompts)
         return self._add(many, [sampling_params] * len(many), [priority] * len(many))
 
+    @takes_also(CALL_ARGUMENTS)
     def wait_for_completion(self) -> list[RequestOutput]:
         """Compute until every queued request is finished. Return the outputs in the order of their ids."""
         while self.engine.has_unfinished:
@@ -387,9 +400,17 @@ class LLM:
         """Return the engine's present state and its totals since the start."""
         return self.engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True."""
-        self.engine.reset_prefix_cache()
+    @takes_also(CHANGE_ARGUMENTS)
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True.
+
+        Args:
+            reset_running_requests: unfinished requests give up their keys and values as well. The next step
+                preempts them, and later steps compute their tokens again; answers stay. False: they keep
+                their blocks, which enter the prefix cache again later. In vLLM, the cache then stays as it
+                is, and the result is False.
+        """
+        self.engine.reset_prefix_cache(reset_running_requests)
         return True
 
     def update_weights(self, named_tensors: NamedTensors) -> None:
@@ -405,11 +426,13 @@ class LLM:
 
         Raises:
             TypeError, ValueError, NotImplementedError, FileNotFoundError: a request is unfinished, or a
-                weight is missing, unknown or of another shape. Nothing is changed then. After any other
-                error, such as one of a disk, requests are refused until an update succeeds.
+                weight is missing, unknown, of another shape, sparse, without memory, or a tensor of the
+                engine itself. Nothing is changed then. After any other error, such as one of a disk, requests
+                are refused until an update succeeds.
         """
         self.engine.update_weights(named_tensors)
 
+    @takes_also(CHANGE_ARGUMENTS)
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
 
@@ -449,8 +472,11 @@ class LLM:
             raise AttributeError(f"LLM has no {name}: {NO_METHODS[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _run(self, prompts: Any, params: Any, priority: int | Sequence[int] | None) -> list[RequestOutput]:
-        many = _as_prompts(prompts)
+    def _run(
+        self, prompts: Any, params: Any, priority: int | Sequence[int] | None, name: str = "prompts"
+    ) -> list[RequestOutput]:
+        many = _as_prompts(prompts, name)
+        params = self.get_default_sampling_params() if params is None else params
         params = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(params) != len(many):
             raise ValueError(f"expected {len(many)} sampling_params (one per prompt), got {len(params)}")
@@ -475,16 +501,16 @@ class LLM:
         self._finished |= finished
         return finished
 
-    def _add(self, prompts: list[Prompt], params: list[Any], priorities: list[int]) -> list[str]:
+    def _add(self, prompts: list[tuple[str, Prompt]], params: list[Any], priorities: list[int]) -> list[str]:
         """Queue all prompts and return their request ids. If a prompt is refused, no prompt stays queued."""
         ids: list[str] = []
         try:
-            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+            for (name, prompt), one, priority in zip(prompts, params, priorities, strict=True):
                 if isinstance(one, SamplingParams):  # this class returns no other output
                     one = copy.copy(one)
                     one.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, prompt, one, priority=priority)
+                self.engine.add_request(request_id, prompt, one, priority=priority, name=name)
                 ids.append(request_id)
         except BaseException:
             self.engine.abort(ids)
@@ -505,15 +531,15 @@ class LLM:
         return Model(config, weights, positions, ranks, fp8, invariant)
 
 
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """Return a list of prompts. A single prompt becomes a list of one."""
+def _as_prompts(prompts: Any, name: str = "prompts") -> list[tuple[str, Prompt]]:
+    """Return each prompt with its name in errors. A single prompt has the name of the argument."""
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+        return [(name, prompts)]
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
     if prompts and not isinstance(prompts[0], (str, Mapping, list, tuple)):
-        return [list(prompts)]
-    return list(prompts)
+        return [(name, list(prompts))]
+    return [(f"{name}[{i}]", prompt) for i, prompt in enumerate(prompts)]
 
 
 def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
@@ -521,6 +547,8 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
 
     Null fields count as absent. ``do_sample`` is ignored, as in vLLM.
     """
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"generation_config must be 'auto', 'vllm' or a folder, got {type(source).__name__}")
     path = Path(folder if source == "auto" else source, "generation_config.json")
     if source == "vllm" or (source == "auto" and not path.is_file()):
         return {}
@@ -588,8 +616,8 @@ def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float,
     return utilization, host_bytes
 
 
-def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(folder, config.vocab_size)
+def _fitting_tokenizer(folder: str | Path, config: ModelConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(model_folder(folder, "tokenizer"), config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"tokenizer must have at most the model's vocab_size={config.vocab_size} tokens, "

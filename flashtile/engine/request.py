@@ -35,6 +35,7 @@ class Sequence:
     Attributes:
         request, index: the request, and the number of this answer in it.
         tokens: tokens of the prompt and of the answer that the host knows.
+        shares_tokens: whether ``tokens`` is also the list of other answers, until :meth:`append` copies it.
         pending: number of further tokens that launched steps choose, which the host has not read yet.
         num_computed: number of tokens whose keys and values are written by the steps launched so far.
         block_sequence: the block manager's number of the sequence; None while it has no memory.
@@ -60,6 +61,7 @@ class Sequence:
         self.pending = self.num_computed = self.num_cached = 0
         self.block_sequence: int | None = None
         self.state, self.forked, self.held = State.WAITING, False, False
+        self.shares_tokens = False
         self.guesses: list[int] = []
         self.parents: tuple[int, ...] = ()
         self.ngrams: dict[tuple[int, ...], int] = {}
@@ -72,6 +74,12 @@ class Sequence:
         self.matcher: Any = None if request.matchers is None else request.matchers[index]
         self.detokenizer: Detokenizer | None = None
         self.num_sent = 0
+
+    def append(self, token: int) -> None:
+        """Append a token to the answer."""
+        if self.shares_tokens:
+            self.tokens, self.shares_tokens = list(self.tokens), False
+        self.tokens.append(token)
 
     @property
     def num_tokens(self) -> int:

@@ -111,6 +111,7 @@ class Scheduler:
         self._reserved_seats = 0  # seats reserved for answers that are not forked yet
         self._beam_searches: set[Request] = set()
         self._full = False  # whether a sequence waits for a seat
+        self._restart = False  # whether the next step forgets all keys and values
         # The last sequence that was not started for lack of blocks, and the blocks available at that time.
         self._stuck: tuple[Sequence | None, int] = None, 0
 
@@ -138,6 +139,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and reserve its memory. The plan is empty if nothing can be computed now."""
         step, budget = SchedulerOutput(), self.max_num_batched_tokens
+        if self._restart:
+            self._forget_all(step)
         running = [(sequence, sequence.wanted) for sequence in self.running]
         singles = sum(wanted == 1 for _, wanted in running)
         for sequence, wanted in running:
@@ -163,6 +166,15 @@ class Scheduler:
         if self.groups is not None:
             step.entries, step.cascades = self.groups(step.entries)
         return step
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
+        """Empty the prefix cache and return the number of blocks that it held.
+
+        With ``reset_running_requests``, the next step also preempts all sequences, and later steps compute
+        all their tokens again. It is not done now, because a launched step may verify their guesses.
+        """
+        self._restart |= reset_running_requests
+        return self.manager.reset_prefix_cache()
 
     def drop_guesses(self, sequence: Sequence) -> None:
         """Drop a sequence's guesses (draft tokens), once the results of the step that verified them are read.
@@ -248,9 +260,26 @@ class Scheduler:
             if self._swap(victim, group, SWAP_OUT, step):
                 return
         self.running.remove(victim)
+        insort(self.waiting, victim, key=ORDER)
+        self._forget(victim)
+
+    def _forget(self, victim: Sequence) -> None:
+        """Release the memory of a sequence, which is computed again."""
         self._release(victim)
         victim.state, victim.num_computed = State.WAITING, 0
-        insort(self.waiting, victim, key=ORDER)
+
+    def _forget_all(self, step: SchedulerOutput) -> None:
+        """Preempt all sequences, also those that are swapped out, and empty the prefix cache."""
+        for victim in self.running:
+            victim.guesses = []
+            victim.request.metrics.preemptions += 1
+        self.num_preemptions += len(self.running)
+        step.preempted += self.running
+        for victim in (*self.running, *(one for one in self.waiting if one.state is State.SWAPPED)):
+            self._forget(victim)
+        self.waiting = sorted([*self.waiting, *self.running], key=ORDER)
+        self.running, self._restart = [], False
+        self.manager.reset_prefix_cache()
 
     def _admit(self, budget: int, step: SchedulerOutput) -> None:
         """Admit the sequences that wait, in order, while tokens of the budget, seats and blocks are left.
@@ -388,10 +417,13 @@ class Scheduler:
             return []
         self._reserved_seats -= request.width - 1
         assert sequence.block_sequence is not None
-        forks = []
-        for index in range(1, request.width):
-            fork = Sequence(request, index, list(sequence.tokens))
-            fork.block_sequence = self.manager.fork(sequence.block_sequence)
+        forks, sequence.shares_tokens = [], True
+        numbers = self.manager.fork_many(sequence.block_sequence, request.width - 1)
+        for index, number in enumerate(numbers, 1):
+            # The step waits for the forks, and a copy of 1,024 tokens would take two thirds of their time.
+            fork = Sequence(request, index, sequence.tokens)
+            fork.shares_tokens = True
+            fork.block_sequence = number
             fork.num_computed, fork.state, fork.forked = sequence.num_computed, State.RUNNING, True
             insort(self.running, fork, key=ORDER)
             forks.append(fork)

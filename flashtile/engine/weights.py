@@ -281,13 +281,16 @@ def given_weights(
     device: torch.device,
     dtype: torch.dtype,
     ranks: Ranks = ALONE,
+    present: Iterable[Tensor] = (),
 ) -> Weights:
     """Return the weights that a caller gives, after a check of all names and shapes against ``config``.
 
     Each tensor is a whole weight, in any floating-point dtype on any device. It is converted when it is read.
+    ``present`` are the tensors that will be overwritten meanwhile.
 
     Raises:
-        TypeError, ValueError: a weight is missing, unknown, given twice, of another shape or no tensor.
+        TypeError, ValueError: a weight is missing, unknown, given twice, of another shape, no dense tensor,
+            without memory, or in the memory of ``present``.
         NotImplementedError: the model's matrices are stored in e4m3.
     """
     if config.scales:
@@ -298,10 +301,17 @@ def given_weights(
     if tied:
         expected[HEAD] = expected[EMBEDDING]
     found: dict[str, Tensor] = {}
+    overwritten = {one.untyped_storage().data_ptr() for one in present}
+    pairs = "named_tensors must be a dict or (name, tensor) pairs"
+    if isinstance(named_tensors, torch.nn.Module):
+        name = type(named_tensors).__name__
+        raise TypeError(f"{pairs}, got the module {name}: pass its state_dict()")
     items: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    for item in items if isinstance(items, Iterable) else [items]:
+    if not isinstance(items, Iterable):
+        raise TypeError(f"{pairs}, got {type(items).__name__}")
+    for i, item in enumerate(items):
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
-            raise TypeError(f"named_tensors must be a dict or (name, tensor) pairs, got {item!r:.60}")
+            raise TypeError(f"{pairs}, got {type(item).__name__} as item {i}")
         name, tensor = item
         if name.endswith(IGNORED):
             continue
@@ -314,17 +324,34 @@ def given_weights(
             raise TypeError(f"named_tensors must be floating-point tensors, got {got} for {name!r}")
         if hasattr(tensor, "full_tensor"):
             raise TypeError(f"named_tensors must be whole tensors, got a DTensor: call {name}.full_tensor()")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"named_tensors must be dense tensors, got {kind} for {name!r}")
+        memory = tensor.untyped_storage()
+        if memory.device.type == "meta" or not memory.nbytes():
+            raise ValueError(f"named_tensors must have memory, got none for {name!r} ({memory.device})")
         if tensor.shape != expected[name].shape:
             shape, given = expected[name].shape, tuple(tensor.shape)
             raise ValueError(f"named_tensors must have shape {shape} for {name!r}, got {given}")
+        if overwritten and _address(tensor) in overwritten:
+            raise ValueError(f"named_tensors must not be the engine's own tensors, got {name!r}: clone it")
         found[name] = tensor.detach()
-    missing = [name for name in expected if name not in found and not (tied and name == HEAD)]
+    needed = [name for name in expected if not (tied and name == HEAD)]
+    missing = [name for name in needed if name not in found]
     if missing:
-        count = f"{len(missing)} of {len(expected)} are missing"
+        count = f"{len(missing)} of {len(needed)} are missing"
         raise ValueError(f"named_tensors must have every weight, got none for {missing[0]!r} ({count})")
     if HEAD in found and tied and not torch.equal(found[HEAD].to(dtype), found[EMBEDDING].to(dtype)):
         raise ValueError(OWN_HEAD)
     return lambda name: expected[name].own(found[name], ranks).to(device, dtype).contiguous()
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory, or None if it wraps other tensors."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> bool:

@@ -127,11 +127,11 @@ class BlockPool(ArraysWithViews):
         self.refs[block] += 1
         self.cached.pop(block, None)
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of these used blocks."""
+    def share(self, blocks: Iterable[int], count: int = 1) -> None:
+        """Add ``count`` references to each of these used blocks."""
         refs = self.refs
         for block in blocks:
-            refs[block] += 1
+            refs[block] += count
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove a reference from each block.

@@ -351,7 +351,7 @@ def test_a_client_that_stops_reading_aborts_its_request():
 
 def test_refusals_shutdown_and_death_reach_every_task():
     async def work(server):
-        with pytest.raises(ValueError, match="prompt_token_ids must be from 0"):
+        with pytest.raises(ValueError, match="token 0 of prompt must be from 0"):
             await server.add_request("bad", [VOCABULARY], SamplingParams())
         await server.add_request("same", [1], SamplingParams(max_tokens=100))
         with pytest.raises(ValueError, match="request_id must be new"):

@@ -199,7 +199,7 @@ def test_what_steps_of_256_answers_read(monkeypatch):
         schedule = scheduler.schedule()
         steps.append((finder.num_read - before[0], finder.num_saved - before[1]))
         for sequence in itertools.chain.from_iterable(entry.samples for entry in schedule.entries):
-            sequence.tokens.append(1)
+            sequence.append(1)
             sequence.pending -= 1
     assert steps.pop(0) == (layers * 32 * 1024, 0)  # the prompts
     assert steps[127] == (layers * 256 * (1024 + 128), layers * 32 * 7 * 1024)

@@ -50,7 +50,7 @@ class World:
         for sequence in self.in_flight:
             sequence.pending -= 1
             if sequence.state is not State.FINISHED:
-                sequence.tokens.append(7)
+                sequence.append(7)
                 if len(sequence.outputs) == sequence.request.max_outputs:
                     self.scheduler.finish(sequence, "length")
         self.in_flight = [one for entry in schedule.entries for one in entry.samples]
@@ -149,6 +149,17 @@ def test_a_fork_calls_few_functions():
     assert functions(32, 41) - functions(2, 41) == forks  # the length of the prompt does not matter
 
 
+def test_a_prompt_is_copied_when_its_answers_get_tokens():
+    """Not before the step that draws these tokens is launched."""
+    world = World(seqs=3)
+    request = world.add(10, outputs=3, n=3)
+    world.step()
+    assert len({id(one.tokens) for one in request.sequences}) == 1
+    world.step()
+    assert len({id(one.tokens) for one in request.sequences}) == 3
+    assert [one.tokens for one in request.sequences] == [[*request.prompt_token_ids, 7]] * 3
+
+
 def test_answers_to_come_have_their_seats():
     world = World(seqs=3, budget=4)
     world.add(6, n=3)
@@ -187,7 +198,7 @@ def test_what_never_fits_is_refused():
 @walk("host_blocks", [0, 5, 40])
 @walk("seed", range(6))
 def test_random_programs_lose_nothing(seed, host_blocks):
-    """Requests of all kinds in a small pool, some aborted: all end, and no block stays."""
+    """Requests of all kinds in a small pool, some aborted, some reset: all end, and no block stays."""
     draw = random.Random(seed)
     world = World(blocks=draw.choice([8, 12]), seqs=5, budget=draw.choice([6, 24]), host_blocks=host_blocks)
     aborted = set()
@@ -204,7 +215,15 @@ def test_random_programs_lose_nothing(seed, host_blocks):
                 aborted.add(request)
                 for sequence in request.sequences:
                     world.scheduler.finish(sequence, "abort")
-        world.step()
+        resets = draw.random() < 0.03
+        if resets:
+            world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        entries = world.step().entries
+        if resets:
+            assert all(entry.start == 0 for entry in entries)
+            assert {one.block_sequence for entry in entries for one in (entry.sequence, *entry.samples)} == {
+                *world.scheduler.manager.sequences
+            }
     for _ in range(2000):
         if all(request.finished for request in world.requests):
             break

@@ -519,8 +519,29 @@ def test_a_request_in_between_takes_no_other_answers(llm):
     "prompt", [{"prompt_token_ids": "97"}, {"prompt": [97]}, {"prompt": 5, "prompt_token_ids": [97]}]
 )
 def test_texts_and_tokens_are_not_taken_for_each_other(llm, prompt):
-    with pytest.raises(TypeError, match="prompt must be a string, and prompt_token_ids must be a list"):
+    with pytest.raises(TypeError, match="prompts must have a string as prompt and a list of tokens as"):
         llm.generate(prompt)
+
+
+@pytest.mark.parametrize("method", ["generate", "score", "enqueue"])
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([1, 2.5], "token 1 of prompts must be an int, got float 2.5"),
+        ([[1, 2], [3, 4.5]], r"token 1 of prompts\[1\] must be an int, got float 4.5"),
+        ([[1, 2], {"prompt_token_ids": [3, "a"]}], r"1 of prompt_token_ids of prompts\[1\] must be an int"),
+        (["ab", [7, 256]], r"token 1 of prompts\[1\] must be from 0 to 255, got 256"),
+        ([[1, 2], []], r"prompts\[1\] must have at least one token"),
+        (["ab", 3], r"prompts\[1\] must be a string or a list of tokens, got int"),
+        ([[1, 2], {"text": "a"}], r"prompts\[1\] must be a dict with the keys"),
+        (["ab", "a" * 129], r"prompts\[1\] must (be shorter than|have 2 to) max_model_len=128"),
+    ],
+)
+def test_a_wrong_prompt_is_named(llm, method, prompts, words):
+    params = () if method == "score" else (SamplingParams(max_tokens=1),)
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=words):
+        getattr(llm, method)(prompts, *params)
+    assert not llm.engine.has_unfinished
 
 
 def test_generate_shows_answers_and_refuses_in_a_line(bytes_folder, tmp_path):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile.engine import LLM
 from flashtile.engine.config import model_folder
@@ -53,6 +54,17 @@ def test_a_folder_comes_before_a_name(cache, tmp_path):
     assert str(model_folder("some-org/Small-1.5B")) == "some-org/Small-1.5B"
     for path in ("/no/such/folder", "nowhere", "../a", "./a/b", "a/b/c"):
         assert model_folder(path) == Path(path)
+
+
+def test_what_is_no_path_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"model must be a folder, or a name in .*, got Linear"):
+        LLM(torch.nn.Linear(2, 2))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = {"device": "cpu", "load_format": "dummy"}
+    with pytest.raises(TypeError, match=r"tokenizer must be a folder, or a name in .*, got int"):
+        LLM(tmp_path, tokenizer=3, **options)
+    with pytest.raises(TypeError, match="generation_config must be 'auto', 'vllm' or a folder, got dict"):
+        LLM(tmp_path, generation_config={"top_k": 3}, **options)
 
 
 @pytest.mark.parametrize("missing", ["model", "refs/main", "snapshots/new"])

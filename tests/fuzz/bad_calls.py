@@ -127,6 +127,7 @@ GOOD: dict[str, dict[str, str]] = {
     "kv_cache.BlockPool": {"num_blocks": "8", "null_blocks": "1"},
     "manager().create": {"tokens": "[1, 2, 3]", "salt": "b'x'"},
     "manager().length": {"sequence": "0"}, "manager().fork": {"sequence": "0"}, "manager().free": {"sequence": "0"},
+    "manager().fork_many": {"sequence": "0", "count": "2"},
     "manager().batch": {"sequences": "[0]"}, "manager().select": {"sequences": "[0]", "parents": "[0, 0]"},
     "manager().reserve": {"sequence": "0", "num_tokens": "2"}, "manager().truncate": {"sequence": "0", "length": "2"},
     "manager().cache_blocks": {"sequence": "0", "tokens": "range(5)", "salt": "b'x'"},

@@ -108,6 +108,18 @@ class TestSharing:
         assert manager.usage().blocks_unshared == 4
         assert manager.usage().saved == pytest.approx(1 / 4)
 
+    def test_many_forks_at_once_are_those_one_by_one(self):
+        managers = make(), make()
+        for manager in managers:
+            with_tokens(manager, 6)
+        assert managers[0].fork_many(0, 3) == [managers[1].fork(0) for _ in range(3)]
+        assert snapshot(managers[0]) == snapshot(managers[1])
+        before = snapshot(managers[0])
+        assert managers[0].fork_many(0, 0) == []
+        with pytest.raises(OutOfSequencesError):
+            managers[0].fork_many(0, 99)
+        assert snapshot(managers[0]) == before
+
     def test_in_a_batch_the_last_holder_writes_in_place(self):
         manager = make()
         sequences = [with_tokens(manager, 6)]

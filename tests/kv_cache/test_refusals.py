@@ -47,6 +47,7 @@ LISTS = [
 VALUES = {
     "sequence": NUMBERS,
     "length": [*NUMBERS, 7, 8, 9],
+    "count": [*NUMBERS, 4],
     "num_tokens": [*NUMBERS, 15, 16, *LISTS],
     "layer": NUMBERS,
     "sequences": LISTS,

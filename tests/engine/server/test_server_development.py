@@ -35,7 +35,7 @@ def test_a_trainer_sleeps_the_server_and_gives_it_weights(server, model, tmp_pat
     assert server.ask("/health")[0] == 200
     status, answer = server.ask("/v1/completions", {"model": MODEL, "prompt": "abc"})
     assert (status, answer["error"]["code"]) == (503, "engine_sleeping")
-    assert "wake_up must be called before sleep" in refusal(server, "/sleep", b"", plain)
+    assert "the engine must be awake for sleep" in refusal(server, "/sleep", b"", plain)
     assert server.ask("/wake_up?tags=weights", b"", plain) == (200, {"is_sleeping": True})
     copied = tmp_path / ("long name" * 20)
     shutil.copytree(model, copied)

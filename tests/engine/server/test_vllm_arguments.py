@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import re
+import unittest.mock
 from contextlib import closing
 from pathlib import Path
 
@@ -108,6 +109,19 @@ def test_methods_take_every_argument_of_vllm_with_its_default():
                 check_argument(CALL_ARGUMENTS, name, default)
 
 
+def test_other_methods_take_the_arguments_of_vllm():
+    llm = LLM.__new__(LLM)
+    llm.engine = unittest.mock.MagicMock()
+    llm.sleep(level=1, mode="abort")
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    assert llm.score([], use_tqdm=False) == []
+    assert llm.enqueue([], SamplingParams(), use_tqdm=False, lora_request=None) == []
+    with pytest.raises(NotImplementedError, match="reset_connector must be False, got True"):
+        llm.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(TypeError, match=r"LLM\.sleep has no argument tags"):
+        llm.sleep(tags=["weights"])
+
+
 @walk("kind", [BeamSearchParams, StructuredOutputsParams])
 def test_smaller_classes_take_every_argument_of_vllm_with_its_default(kind):
     needed = {"beam_width": 2, "max_tokens": 3} if kind is BeamSearchParams else {"choice": ["a"]}
@@ -151,6 +165,10 @@ def test_guided_json_names_structured_outputs():
 def test_a_misspelt_argument_is_told_the_nearest(tmp_path):
     with pytest.raises(TypeError, match="LLM has no argument max_model_length; did you mean max_model_len"):
         LLM(tmp_path, max_model_length=3)
+    with pytest.raises(TypeError, match="LLM has no argument n: it is an argument of SamplingParams"):
+        LLM("folder", n=8)
+    with pytest.raises(TypeError, match=r"LLM\.generate has no argument n: it is .* of SamplingParams"):
+        LLM.generate(None, "a", n=8)
     with pytest.raises(TypeError, match="SamplingParams has no argument max_token; did you mean max_tokens"):
         SamplingParams(max_token=3)
 

@@ -197,12 +197,7 @@ def test_an_answer_that_ended_early_leaves_nothing_unfinished():
         assert llm.engine.has_unfinished, "no step is in flight: the test shows nothing"
         change()
         llm.wake_up()
-        (found,) = llm.generate(prompts()[0], PARAMS)[0].outputs
-        # Not the same bits: a CPU's products may depend on where the tensors lie, and waking up moves them.
-        (expected,) = output.outputs
-        assert found.token_ids == expected.token_ids
-        eps = torch.finfo(torch.float32).eps
-        assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, rel=64 * eps)
+        assert llm.generate(prompts()[0], PARAMS)[0].outputs == output.outputs
 
 
 def test_weights_that_fail_half_way_are_not_used(monkeypatch):

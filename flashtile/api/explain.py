@@ -210,7 +210,7 @@ def described_calls(
         most = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
         if len(arguments) > most:
             raise TypeError(
-                f"explain takes at most {most} arguments of {function.__name__} by position, got "
+                f"explain takes at most {most} positional arguments of {function.__name__}, got "
                 f"{len(arguments)}: pass another function first, as in explain(flash_attn_varlen_func, ...)"
             )
     name = getattr(function, "__name__", type(function).__name__)

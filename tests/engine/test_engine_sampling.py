@@ -207,14 +207,13 @@ def test_greedy_and_drawn_rows_in_one_batch():
     assert [mixed[1], mixed[3], mixed[4]] == [answers(load("llama3"), drawn)[i][0] for i in (1, 3, 4)]
 
 
-FORKS = ["fork"] * 3
 ORDERS = {
-    "overlapped": ({"async_scheduling": True}, {}, [*FORKS, "launch 3", "read 2", "launch 4", "read 3"]),
-    "one after the other": ({}, {}, [*FORKS, "launch 3", "read 3", "launch 4", "read 4"]),
+    "overlapped": ({"async_scheduling": True}, {}, ["forks 3", "launch 3", "read 2", "launch 4", "read 3"]),
+    "one after the other": ({}, {}, ["forks 3", "launch 3", "read 3", "launch 4", "read 4"]),
     "a logits processor": (
         {"async_scheduling": True},
         {"logits_processors": [lambda tokens, logits: logits]},
-        ["read 2", *FORKS, "launch 3", "read 3", "launch 4"],
+        ["read 2", "forks 3", "launch 3", "read 3", "launch 4"],
     ),
 }
 
@@ -229,11 +228,11 @@ def test_forks_are_made_before_the_results_of_the_running_step_are_read(case, mo
     options, parameters, expected = ORDERS[case]
     engine, events, steps = load("llama3", **options).engine, [], {}
     manager, launch, wait = engine.scheduler.manager, engine.runner.launch, runner_module.InFlight.wait
-    fork = manager.fork
+    fork_many = manager.fork_many
 
-    def forked(*given):
-        events.append("fork")
-        return fork(*given)
+    def forked(sequence, count):
+        events.append(f"forks {count}")
+        return fork_many(sequence, count)
 
     def launched(schedule):
         in_flight = launch(schedule)
@@ -245,7 +244,7 @@ def test_forks_are_made_before_the_results_of_the_running_step_are_read(case, mo
         events.append(f"read {steps[id(in_flight)][0]}")
         return wait(in_flight)
 
-    monkeypatch.setattr(manager, "fork", forked)
+    monkeypatch.setattr(manager, "fork_many", forked)
     monkeypatch.setattr(engine.runner, "launch", launched)
     monkeypatch.setattr(runner_module.InFlight, "wait", read)
     engine.add_request("one", [3, 1, 4], SamplingParams(max_tokens=9, ignore_eos=True, **parameters))

@@ -105,6 +105,12 @@ def _lengths(
     )  # fmt: skip
 
 
+def _documents(least: int, most: int) -> drawn.Lengths:
+    """Return log-uniform lengths of packed documents, 32,768 tokens in all."""
+    draw = random.Random(0)
+    return drawn.documents(draw, 2 * PAPER_TOKENS, lambda: drawn.log_uniform(draw, least, most))
+
+
 def _decode(
     name: str, contexts: Sequence[int], tags: str, heads: Heads = (32, 8, 128), *, series: str = "",
     seqlen_q: int = 1, page_size: int = 16, cache_dtype: str | None = None, prefix: int = 0, **more: Any,
@@ -320,6 +326,15 @@ FIXED: tuple[Workload, ...] = (
         for d in PAPER_HEAD_DIMS
         for suffix, causal in MASKS
     ),
+    *(
+        _lengths(
+            f"statistics-{name}", _documents(least, most), "statistics", (32, 8, 128), causal=True,
+            window_left=window - 1, statistics=True,
+        )
+        for name, least, most, window in (
+            ("tuning", 40, 4000, 0), ("chat", 16, 128, 0), ("window", 40, 4000, 1024)
+        )
+    ),
     # Forward mode, as in losses of MeanFlow
     *chain.from_iterable(
         _dense(
@@ -392,6 +407,10 @@ FIXED: tuple[Workload, ...] = (
         for form in ("full", "columns", "top")
     ),
     *_dense("ci-statistics", (70,), 140, "ci-statistics", (4, 2, 32), statistics=True, **FLOAT32),
+    _lengths(
+        "ci-statistics-varlen", [(50, 50), (1, 70), (0, 9)], "ci-statistics", (2, 1, 32), causal=True,
+        statistics=True, **FLOAT32,
+    ),
     *_dense("ci-jvp", (70,), 140, "ci-jvp", (4, 2, 32), causal=True, tangents=True, **FLOAT32),
     _lengths("ci-jvp-varlen", [(50, 50), (1, 70), (0, 9)], "ci-jvp", (2, 1, 32), tangents=True, **FLOAT32),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),

@@ -281,7 +281,7 @@ def test_explain_of_a_tree_and_of_functions_that_it_cannot_explain():
         flashtile.explain(torch.sin, q)
     with pytest.raises(ValueError, match="a function that calls flashtile, got sin, which launches nothing"):
         flashtile.linear.explain(torch.sin, q)
-    with pytest.raises(TypeError, match="at most 3 arguments of attention by position, got 7: pass another"):
+    with pytest.raises(TypeError, match="at most 3 positional arguments of attention, got 7: pass another"):
         flashtile.explain(q, q, q, offsets, offsets, 5, 5, causal=True)
 
     def reads(q):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from flashtile.api.attention import attention
 from flashtile.backends.common.device import Target
@@ -93,7 +91,7 @@ class Explanation:
             forward: at least 134.7 MB and 131.2 GFLOPs
         """
         problem = self.problem
-        if isinstance(lengths, str) or not isinstance(lengths, (Sequence, Tensor)):
+        if isinstance(lengths, str) or not isinstance(lengths, Iterable):
             raise TypeError(f"lengths must be a list of ints, got {named(lengths)}")
         lengths = [as_int("lengths", length) for length in lengths]
         if not isinstance(problem, Problem) or not problem.varlen:

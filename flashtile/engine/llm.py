@@ -328,7 +328,7 @@ class LLM:
         ]
         return self._run(tokens[0] if one else tokens, sampling_params, priority, "messages")
 
-    @takes_also(CALL_ARGUMENTS, SamplingParams)
+    @takes_also(CALL_ARGUMENTS, BeamSearchParams)
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -417,7 +417,7 @@ class Scheduler:
             return []
         self._reserved_seats -= request.width - 1
         assert sequence.block_sequence is not None
-        forks, sequence.shares_tokens = [], True
+        forks, sequence.shares_tokens = [], request.width > 1
         numbers = self.manager.fork_many(sequence.block_sequence, request.width - 1)
         for index, number in enumerate(numbers, 1):
             # The step waits for the forks, and a copy of 1,024 tokens would take two thirds of their time.

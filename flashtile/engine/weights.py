@@ -290,7 +290,7 @@ def given_weights(
 
     Raises:
         TypeError, ValueError: a weight is missing, unknown, given twice, of another shape, no dense tensor,
-            without memory, or in the memory of ``present``.
+            without memory, in the memory of ``present``, or overwritten by a later one.
         NotImplementedError: the model's matrices are stored in e4m3.
     """
     if config.scales:
@@ -301,6 +301,7 @@ def given_weights(
     if tied:
         expected[HEAD] = expected[EMBEDDING]
     found: dict[str, Tensor] = {}
+    places: dict[tuple[int | None, int], tuple[str, int]] = {}
     overwritten = {one.untyped_storage().data_ptr() for one in present}
     pairs = "named_tensors must be a dict or (name, tensor) pairs"
     if isinstance(named_tensors, torch.nn.Module):
@@ -335,6 +336,15 @@ def given_weights(
             raise ValueError(f"named_tensors must have shape {shape} for {name!r}, got {given}")
         if overwritten and _address(tensor) in overwritten:
             raise ValueError(f"named_tensors must not be the engine's own tensors, got {name!r}: clone it")
+        # A generator may fill one buffer again for each weight, but all are read after the last one.
+        place = _address(tensor), tensor.storage_offset()
+        version = 0 if tensor.is_inference() else tensor._version
+        other, before = places.setdefault(place, (name, version))
+        if version != before:
+            raise ValueError(
+                f"named_tensors must keep their values, but the memory of {other!r} was written again for "
+                f"{name!r}: clone each tensor"
+            )
         found[name] = tensor.detach()
     needed = [name for name in expected if not (tied and name == HEAD)]
     missing = [name for name in needed if name not in found]

@@ -186,6 +186,29 @@ def test_sleep_is_refused_in_the_wrong_moment():
             llm.wake_up(tags)
 
 
+def test_a_buffer_that_is_filled_again_for_each_weight_is_refused():
+    """All weights are read after the last one is given, so each would have the values of a later one."""
+    llm, given = load("llama3", block_size=4, batch_invariant=True), weights_of("llama3")
+    expected = answers(llm)
+    buffer = torch.empty(max(tensor.numel() for tensor in given.values()))
+
+    def one_buffer():
+        for name, tensor in given.items():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    def parts_of_a_buffer():
+        own = torch.empty(sum(tensor.numel() for tensor in given.values()))
+        parts = own.split([tensor.numel() for tensor in given.values()])
+        for part, (name, tensor) in zip(parts, given.items(), strict=True):
+            yield name, part.view(tensor.shape).copy_(tensor)
+
+    with pytest.raises(ValueError, match="must keep their values, but the memory of"):
+        llm.update_weights(one_buffer())
+    assert answers(llm) == expected
+    llm.update_weights(parts_of_a_buffer())
+    assert answers(llm) == expected
+
+
 def test_an_answer_that_ended_early_leaves_nothing_unfinished():
     """With steps that overlap, the next step was launched before the token that ends the answer was read."""
     # A product of the CPU may have other bits where memory is allocated again, unless it is invariant.

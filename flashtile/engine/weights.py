@@ -301,7 +301,7 @@ def given_weights(
     if tied:
         expected[HEAD] = expected[EMBEDDING]
     found: dict[str, Tensor] = {}
-    places: dict[tuple[int | None, int], tuple[str, int]] = {}
+    places: dict[Any, tuple[str, int]] = {}
     overwritten = {one.untyped_storage().data_ptr() for one in present}
     pairs = "named_tensors must be a dict or (name, tensor) pairs"
     if isinstance(named_tensors, torch.nn.Module):

@@ -24,6 +24,7 @@ from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.upload import ByteRange, Upload
 from flashtile.problems.linear import SCALE_BLOCK
 from flashtile.reference.linear import scaled_weight
+from flashtile.torch_private import version_of
 
 Weights = Callable[[str], Tensor]
 """name -> this rank's part of the tensor, in the model's dtype and on its device.
@@ -338,7 +339,7 @@ def given_weights(
             raise ValueError(f"named_tensors must not be the engine's own tensors, got {name!r}: clone it")
         # A generator may fill one buffer again for each weight, but all are read after the last one.
         place = _address(tensor), tensor.storage_offset()
-        version = 0 if tensor.is_inference() else tensor._version
+        version = 0 if tensor.is_inference() else version_of(tensor)
         other, before = places.setdefault(place, (name, version))
         if version != before:
             raise ValueError(

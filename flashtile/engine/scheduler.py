@@ -244,10 +244,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, keeper: Sequence, step: SchedulerOutput) -> None:
         request = victim.request
-        request.metrics.preemptions += 1
-        self.num_preemptions += 1
-        step.preempted.append(victim)
-        victim.guesses = []
+        self._interrupt(victim, step)
         if self.manager.host_pool.num_blocks and not victim.held and victim.block_sequence is not None:
             # Answers of a request are swapped together, so that their shared blocks stay shared.
             entered = {one for entry in step.entries for one in (entry.sequence, *entry.samples)}
@@ -263,6 +260,13 @@ class Scheduler:
         insort(self.waiting, victim, key=ORDER)
         self._forget(victim)
 
+    def _interrupt(self, victim: Sequence, step: SchedulerOutput) -> None:
+        """Drop a running sequence's guesses and count its preemption."""
+        victim.request.metrics.preemptions += 1
+        self.num_preemptions += 1
+        step.preempted.append(victim)
+        victim.guesses = []
+
     def _forget(self, victim: Sequence) -> None:
         """Release the memory of a sequence, which is computed again."""
         self._release(victim)
@@ -271,10 +275,7 @@ class Scheduler:
     def _forget_all(self, step: SchedulerOutput) -> None:
         """Preempt all sequences, also those that are swapped out, and empty the prefix cache."""
         for victim in self.running:
-            victim.guesses = []
-            victim.request.metrics.preemptions += 1
-        self.num_preemptions += len(self.running)
-        step.preempted += self.running
+            self._interrupt(victim, step)
         for victim in (*self.running, *(one for one in self.waiting if one.state is State.SWAPPED)):
             self._forget(victim)
         self.waiting = sorted([*self.waiting, *self.running], key=ORDER)

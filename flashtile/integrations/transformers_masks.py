@@ -208,9 +208,8 @@ class TreeMask(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, arguments: tuple = (), named: dict[str, Any] | None = None
     ) -> Any:
-        looks_up = function is Tensor.__getitem__ and any(
-            isinstance(place, Tensor) for place in _as_tuple(arguments[1])
-        )
+        index = arguments[1] if function is Tensor.__getitem__ else ()
+        looks_up = any(isinstance(one, Tensor) for one in (index if isinstance(index, tuple) else [index]))
         if looks_up or function in (Tensor.all, Tensor.sum, Tensor.bool, torch.all, torch.sum):
             raise ValueError(
                 'model must have attn_implementation="flashtile", and layers that pass block_mask on, to '
@@ -220,10 +219,6 @@ class TreeMask(Tensor):
         found = super().__torch_function__(function, types, arguments, named or {})
         is_mask = not isinstance(found, TreeMask) or found.dim() == 2
         return found if is_mask else found.as_subclass(Tensor)
-
-
-def _as_tuple(index: Any) -> tuple:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

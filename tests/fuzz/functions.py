@@ -57,7 +57,10 @@ def condition(rng: Random, depth: int = 2) -> str:
 
 
 def mask_mod(rng: Random, tensors: dict[str, str], depth: int = 1) -> str:
-    """Draw an expression of a mask function: from the grammar, ready-made, or several combined."""
+    """Draw an expression of a mask function: from the grammar, ready-made, or several combined.
+
+    It can stand beside "&": a score function that divides by 0 for other scores has its own mask joined to it.
+    """
     if depth and rng.random() < 0.35:
         a, b = mask_mod(rng, tensors, depth - 1), mask_mod(rng, tensors, depth - 1)
         pair = f"masks.mask_mod({a}), masks.mask_mod({b})"
@@ -72,7 +75,7 @@ def mask_mod(rng: Random, tensors: dict[str, str], depth: int = 1) -> str:
     ready = [
         f"masks.causal({rng.choice(['', 'seqlen_k - seqlen_q'])})", f"masks.window({n - 1}, {rng.randint(-1, 9)}, offset={n})",
         f"masks.prefix_lm({n})", "masks.prefix_lm(_lengths)", "masks.document(_ids)", "masks.padding(_lengths)",
-        "masks.causal() | masks.document(_pictures)",
+        "(masks.causal() | masks.document(_pictures))",
         f"masks.dilated({rng.randint(0, 4)}, {rng.randint(1, 4)})", "masks.natten(9 + max(seqlen_q, seqlen_k) // 7, 7, 3)", "masks.natten(9 + max(seqlen_q, seqlen_k) // 7, 9, (3, 5))",
     ]  # fmt: skip
     if rng.random() < 0.4:

@@ -117,13 +117,17 @@ def one(
     if mask_mod is not None:
         seen = seen & torch.as_tensor(mask_mod(*at), device=q.device).bool()
     seen = seen & (s != -math.inf)
-    if (
-        score_mod is not None
-    ):  # only visible scores: the others have a gradient of 0 even if the function gives NaN
-        modified = torch.as_tensor(score_mod(wide(s)[seen], *(x[seen] for x in at)), device=q.device).to(
-            q.dtype
-        )
-        s = torch.zeros_like(s).masked_scatter(seen, modified.expand(int(seen.sum())))
+    if score_mod is not None:
+
+        def modified():
+            of_seen = score_mod(wide(s)[seen], *(x[seen] for x in at))
+            return torch.as_tensor(of_seen, device=q.device).to(q.dtype).expand(int(seen.sum()))
+
+        # Only visible scores: the others have a gradient of 0 even if the function gives NaN. It hides those that it
+        # makes -inf.
+        with torch.no_grad():
+            seen = seen.masked_scatter(seen, modified() != -math.inf)
+        s = torch.zeros_like(s).masked_scatter(seen, modified())
     s = torch.where(seen, wide(s), -math.inf)
     top = s.detach().amax(-1, keepdim=True) if sk else s.new_full((heads, sq, 1), -math.inf)
     sinks = None if sink is None else sink.to(q.dtype)[:, None, None].expand(heads, sq, 1)

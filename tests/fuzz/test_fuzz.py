@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import itertools
@@ -19,7 +20,7 @@ import torch
 
 import flashtile
 import fuzz.__main__
-from fuzz import FAMILIES, bad_calls, caches, oracle, runner
+from fuzz import FAMILIES, bad_calls, caches, functions, oracle, runner
 from fuzz.__main__ import POISONED
 from fuzz.prelude import Wrong, agree, compare, refuses
 from fuzz.runner import Call
@@ -129,6 +130,23 @@ def test_the_rule_refuses_nan_and_a_wrong_infinity() -> None:
         with pytest.raises(Wrong, match="result 0 is off"):
             compare("result 0", torch.tensor(wrong), right, right, [right], torch.float32)
     compare("result 0", right.float(), right, right, [right], torch.float32)
+
+
+def test_a_score_that_a_function_makes_minus_infinity_has_no_gradient() -> None:
+    q, k, v = (torch.randn(1, 4, 1, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+
+    def call(attend, q, k, v, w):
+        return attend(q, k, v, score_mod=lambda s, b, h, i, j: s + w[h] / (i - j).abs(), return_lse=True)
+
+    agree(call, flashtile.attention, oracle.attention, q=q, k=k, v=v, w=torch.tensor([-1.0]))
+
+
+def test_a_mask_can_be_joined_to_that_of_a_score_function() -> None:
+    """Otherwise ``needed & a | b`` shows scores for which the function divides by 0."""
+    for seed in range(500):
+        joined = ast.parse("needed & " + functions.mask_mod(random.Random(seed), {}), mode="eval").body
+        assert isinstance(joined, ast.BinOp)
+        assert isinstance(joined.op, ast.BitAnd), ast.unparse(joined)
 
 
 def test_a_gradient_may_have_a_rounding_error_of_the_largest_result() -> None:

@@ -429,11 +429,13 @@ CALL_ARGUMENTS: dict[str, Argument] = {
 }
 """Arguments of vLLM's methods of ``LLM``, those of all together."""
 
-CHANGE_ARGUMENTS: dict[str, Argument] = {
-    **_ignored("the engine sleeps only without unfinished requests: await or abort them first", "mode"),
-    **_each("the engine shares no blocks with other engines", reset_connector=False),
-}
-"""Arguments of vLLM's ``LLM.sleep`` and ``LLM.reset_prefix_cache``."""
+SLEEP_ARGUMENTS = _ignored(
+    "the engine sleeps only without unfinished requests: await or abort them first", "mode"
+)
+"""Arguments of vLLM's ``LLM.sleep``."""
+
+RESET_ARGUMENTS = _each("the engine shares no blocks with other engines", reset_connector=False)
+"""Arguments of vLLM's ``LLM.reset_prefix_cache``."""
 
 NO_METHODS = {
     **dict.fromkeys(("embed", "encode", "classify", "reward"), f"the engine generates text only; {IN_VLLM}"),

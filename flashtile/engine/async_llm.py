@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from flashtile.checks.vllm_arguments import RESET_ARGUMENTS, SLEEP_ARGUMENTS, takes_also
 from flashtile.engine.core import Engine, NamedTensors, Prompt, scores
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -163,6 +164,7 @@ class AsyncLLM:
         """Replace all weights, as :meth:`flashtile.engine.LLM.update_weights`."""
         await self.call(lambda engine: engine.update_weights(named_tensors))
 
+    @takes_also(SLEEP_ARGUMENTS)
     async def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`, as :meth:`flashtile.engine.LLM.sleep`."""
         await self.call(lambda engine: engine.sleep(level))
@@ -175,6 +177,7 @@ class AsyncLLM:
         """Return whether memory that :meth:`sleep` freed is not allocated yet."""
         return await self.call(lambda engine: engine.is_sleeping)
 
+    @takes_also(RESET_ARGUMENTS)
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache, as :meth:`flashtile.engine.LLM.reset_prefix_cache`."""
         await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))

@@ -18,9 +18,10 @@ from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.checks.vllm_arguments import (
     CALL_ARGUMENTS,
-    CHANGE_ARGUMENTS,
     LLM_ARGUMENTS,
     NO_METHODS,
+    RESET_ARGUMENTS,
+    SLEEP_ARGUMENTS,
     takes_also,
 )
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
@@ -400,7 +401,7 @@ class LLM:
         """Return the engine's present state and its totals since the start."""
         return self.engine.stats()
 
-    @takes_also(CHANGE_ARGUMENTS)
+    @takes_also(RESET_ARGUMENTS)
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True.
 
@@ -432,7 +433,7 @@ class LLM:
         """
         self.engine.update_weights(named_tensors)
 
-    @takes_also(CHANGE_ARGUMENTS)
+    @takes_also(SLEEP_ARGUMENTS)
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
 

@@ -361,10 +361,10 @@ def test_an_engine_in_its_thread_is_changed_between_requests(overlapped):
         for change in (server.sleep(), server.update_weights(folder("llama3"))):
             with pytest.raises(ValueError, match="must be called without unfinished requests, got 1 of them"):
                 await change
-        assert await server.reset_prefix_cache()
+        assert await server.reset_prefix_cache(reset_connector=False)
         await server.abort("long")
         assert [output async for output in stream][-1].finished
-        await server.sleep(2)
+        await server.sleep(2, mode="abort")
         assert await server.is_sleeping()
         with pytest.raises(ValueError, match="the engine must be awake for requests"):
             await answer(server)

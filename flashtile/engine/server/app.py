@@ -20,7 +20,15 @@ from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, read_body, request_key
 from flashtile.engine.server.openapi import DEVELOPMENT, document
-from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_folder, read_tokenize, wrong
+from flashtile.engine.server.protocol import (
+    Body,
+    parse,
+    read_detokenize,
+    read_folder,
+    read_reset,
+    read_tokenize,
+    wrong,
+)
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
 
@@ -151,7 +159,8 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
 
 async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Response:
     check_content_type(request)
-    count = await service.asynchronous.call(lambda engine: engine.reset_prefix_cache())
+    running = read_reset(request.query)
+    count = await service.asynchronous.call(lambda engine: engine.reset_prefix_cache(running))
     return json_response({"blocks": count})
 
 

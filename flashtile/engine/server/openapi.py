@@ -87,6 +87,11 @@ first call is an example."""
 
 PARAMETERS = {
     "/v1/models/{name}": {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+    "/reset_prefix_cache": {
+        "name": "reset_running_requests",
+        "in": "query",
+        "schema": {"type": "boolean", "default": False},
+    },
     "/sleep": {"name": "level", "in": "query", "schema": {"type": "integer", "enum": [1, 2], "default": 1}},
     "/wake_up": {"name": "tags", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
 }

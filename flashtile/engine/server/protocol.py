@@ -390,6 +390,20 @@ def read_folder(body: Body) -> str:
     return path
 
 
+def read_reset(query: Mapping[str, str]) -> bool:
+    """Return ``reset_running_requests`` of a query, which has vLLM's names."""
+    flags = {"reset_running_requests": False, "reset_external": False}
+    for name, text in query.items():
+        if name not in flags:
+            raise ApiError(f"{name:.60} is not a parameter of this call", name[:60], code="unknown_field")
+        if text.lower() not in ("true", "1", "false", "0"):
+            raise wrong(name, "true or false", text)
+        flags[name] = text.lower() in ("true", "1")
+    if flags["reset_external"]:
+        raise unsupported("reset_external", ": the engine shares no blocks with other engines")
+    return flags["reset_running_requests"]
+
+
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or _are_tokens(value)
 

@@ -33,6 +33,7 @@ from flashtile.engine.server.errors import ApiError, busy, error_event, json_res
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after, read_body
+from flashtile.engine.server.protocol import read_reset
 from flashtile.engine.server.service import Limits
 
 HOP_BY_HOP = (
@@ -284,7 +285,7 @@ class Front:
         up = [replica for replica in self.replicas if replica.is_up]
         headers = _end_to_end(request.headers)
         found = await asyncio.gather(
-            *(self._get(str(replica.url), request.path, request.method, headers) for replica in up)
+            *(self._get(str(replica.url), request.path_qs, request.method, headers) for replica in up)
         )
         answers = {one.number: body for one, (status, body) in zip(up, found, strict=True) if status == 200}
         if not answers:
@@ -318,6 +319,7 @@ class Front:
 
     async def _reset(self, request: web.Request) -> web.Response:
         check_content_type(request)
+        read_reset(request.query)  # what all replicas would refuse
         answers = await self._call_all(request)
         return json_response({"blocks": sum(json.loads(answer)["blocks"] for answer in answers.values())})
 

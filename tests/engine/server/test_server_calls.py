@@ -286,6 +286,27 @@ def test_the_prefix_cache_is_used_and_reset(server):
     assert reset["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_unfinished_requests_give_up_their_blocks(server):
+    stream = server.send("/v1/completions", {"prompt": "a", "max_tokens": 4000, "stream": True})
+    assert stream.readline().startswith(b"data: ")
+    before = server.metric("vllm:num_preemptions_total")
+    assert server.ask("/reset_prefix_cache?reset_running_requests=false&reset_external=0", b"")[0] == 200
+    assert server.metric("vllm:num_preemptions_total") == before
+    assert server.ask("/reset_prefix_cache?reset_running_requests=True", b"")[0] == 200
+    assert stream.readline() == b"\n"
+    while server.metric("vllm:num_preemptions_total") == before:
+        assert stream.readline()
+    stream.close()
+    for query, words in (
+        ("reset_running_requests=yes", "reset_running_requests must be true or false, got 'yes'"),
+        ("reset_external=true", "reset_external is not supported"),
+        ("running=true", "running is not a parameter of this call"),
+    ):
+        status, answer = server.ask(f"/reset_prefix_cache?{query}", b"")
+        assert status == 400
+        assert words in answer["error"]["message"]
+
+
 def test_a_call_that_excludes_every_token_is_refused_alone(server):
     prompt = "the prefix that stays in the cache"
     server.complete(prompt=prompt, max_tokens=1)

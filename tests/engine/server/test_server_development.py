@@ -49,7 +49,7 @@ def test_what_is_wrong_is_one_line(server, tmp_path):
     disk = "/update_weights_from_disk"
     assert refusal(server, "/sleep?level=3") == "level must be from 1 to 2, got 3"
     assert refusal(server, "/sleep?level=deep") == "level must be an int, got str 'deep'"
-    assert refusal(server, "/sleep?mode=wait").endswith("unexpected keyword argument 'mode'")
+    assert refusal(server, "/sleep?modes=wait") == "AsyncLLM.sleep has no argument modes; did you mean mode?"
     assert refusal(server, "/wake_up?tag=weights").startswith("AsyncLLM.wake_up() got an unexpected")
     assert "tags must be a list of 'weights' and 'kv_cache'" in refusal(server, "/wake_up?tags=all")
     assert refusal(server, disk, {}) == "model_path must be a folder with weights, got None"

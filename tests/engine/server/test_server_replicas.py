@@ -86,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
             if prompt == "hang in a stream":
                 hang()
             os._exit(3)
-        self.answer(json.dumps({"replica": int(NUMBER), "blocks": 5, "size": len(body)}))
+        blocks = 7 if self.path.endswith("?reset_running_requests=true") else 5
+        self.answer(json.dumps({"replica": int(NUMBER), "blocks": blocks, "size": len(body)}))
     def log_message(self, *args):
         pass
 
@@ -219,6 +220,10 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
             assert lines[-2:] == [f'flashtile:replica_up{{replica="{i}"}} 1' for i in range(2)]
             async with client.post("/reset_prefix_cache", json={}) as found:
                 assert await found.json() == {"blocks": 10}
+            async with client.post("/reset_prefix_cache?reset_running_requests=true", json={}) as found:
+                assert await found.json() == {"blocks": 14}
+            async with client.post("/reset_prefix_cache?reset_running_requests=yes", json={}) as found:
+                assert found.status == 400
             async with client.post("/reset_prefix_cache", data="a=b") as found:
                 assert found.status == 415
 

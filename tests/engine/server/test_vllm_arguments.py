@@ -120,6 +120,8 @@ def test_other_methods_take_the_arguments_of_vllm():
         llm.reset_prefix_cache(reset_connector=True)
     with pytest.raises(TypeError, match=r"LLM\.sleep has no argument tags"):
         llm.sleep(tags=["weights"])
+    with pytest.raises(TypeError, match=r"LLM\.reset_prefix_cache has no argument mode"):
+        llm.reset_prefix_cache(mode="wait")
 
 
 @walk("kind", [BeamSearchParams, StructuredOutputsParams])
